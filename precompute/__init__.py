@@ -1,0 +1,1 @@
+"""Conversations -> tokens and loss masks -> target forward -> hidden-state store; the `dflash-precompute` command."""

@@ -1,0 +1,1 @@
+"""Hidden-state store -> packs -> drafter -> checkpoints, evaluation, export; the `dflash-train` command."""
