@@ -63,9 +63,7 @@ class Progress:
 
 
 @contextmanager
-def progress_bar(
-    *, total: int | None, unit: str, desc: str, stream: TextIO | None = None
-) -> Iterator[Progress]:
+def progress_bar(*, total: int | None, unit: str, desc: str, stream: TextIO | None = None) -> Iterator[Progress]:
     """A `Progress` that is closed at the end of the block, also when it ends by an exception."""
     progress = Progress(total=total, unit=unit, desc=desc, stream=stream)
     try:

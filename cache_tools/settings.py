@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -43,7 +44,7 @@ def field_docs(config_class: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs: dict[str, str] = {}
-    for node, below in zip(body, body[1:], strict=False):
+    for node, below in itertools.pairwise(body):
         if (
             isinstance(node, ast.AnnAssign)
             and isinstance(node.target, ast.Name)
@@ -104,9 +105,7 @@ def load_config(config_class: type[ConfigT], path: Path | None, given: Mapping[s
     ]
     if missing:
         flags = ", ".join(flag_name(name) for name in missing)
-        raise ConfigError(
-            f"missing setting: {flags}", fix="give the flag, or the key in the file named by --config"
-        )
+        raise ConfigError(f"missing setting: {flags}", fix="give the flag, or the key in the file named by --config")
     return config_class(**values)
 
 
@@ -228,9 +227,7 @@ def _coerce(name: str, value: Any, shape: _Shape, where: str) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     if shape.scalar is not Path:  # a path may hold a comma
         items = [piece for item in items for piece in (item.split(",") if isinstance(item, str) else [item])]
-    return tuple(
-        _scalar(name, item.strip() if isinstance(item, str) else item, shape, where) for item in items
-    )
+    return tuple(_scalar(name, item.strip() if isinstance(item, str) else item, shape, where) for item in items)
 
 
 def _scalar(name: str, value: Any, shape: _Shape, where: str) -> Any:
@@ -240,7 +237,7 @@ def _scalar(name: str, value: Any, shape: _Shape, where: str) -> Any:
         if isinstance(value, bool):
             return value
         raise _wrong(name, value, shape, where)
-    if isinstance(value, bool) or isinstance(value, list | dict):
+    if isinstance(value, bool | list | dict):
         raise _wrong(name, value, shape, where)
     if shape.scalar is int and isinstance(value, float):
         raise _wrong(name, value, shape, where)

@@ -65,9 +65,7 @@ def test_flag_wins_over_yaml_which_wins_over_default(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("store: a\nseed: 1\nrate: 1e-3\nlayers: [1, 2]\nfast: yes\ndata: [d, 'e,f']\n")
     code, output = invoke("run", "--config", str(path), "--seed", "2", "--no-fast", "--json")
-    expected = Example(
-        store=Path("a"), seed=2, rate=1e-3, layers=(1, 2), data=(Path("d"), Path("e,f")), fast=False
-    )
+    expected = Example(store=Path("a"), seed=2, rate=1e-3, layers=(1, 2), data=(Path("d"), Path("e,f")), fast=False)
     assert (code, output.strip()) == (0, repr((expected, True)))
 
 
@@ -94,9 +92,7 @@ def test_repeated_flags_and_commas_are_the_same() -> None:
         ("seed: -1", ["seed is negative"]),
     ],
 )
-def test_wrong_yaml_is_a_message_with_exit_2_and_no_traceback(
-    tmp_path: Path, text: str, words: list[str]
-) -> None:
+def test_wrong_yaml_is_a_message_with_exit_2_and_no_traceback(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     code, output = invoke("run", "--store", "s", "--config", str(path))

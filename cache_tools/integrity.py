@@ -1,0 +1,220 @@
+"""Finding damage: in a whole store, down to the samples it touches, and in hidden states before they are stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.arrays import METADATA
+from cache_tools.errors import CorruptError, StoreError
+from cache_tools.files import TEMPORARY_NAME, Json, reading
+from cache_tools.locating import Locator, SampleRun
+from cache_tools.manifest import Manifest
+from cache_tools.progress import Progress
+from cache_tools.seals import (
+    PLAN_SEAL,
+    TARGET_SEAL,
+    read_checked,
+    read_manifest,
+    seal_objects,
+    shard_number,
+    shard_seal,
+)
+from cache_tools.shards import ObjectRecord
+
+Kind = Literal["missing", "truncated", "corrupt", "wrong seal", "unsealed", "temporary", "foreign"]
+
+_READ_BYTES = 4 * 2**20
+_BF16_INFINITY = np.uint16(0x7F80)
+_BF16_MAGNITUDE = np.uint16(0x7FFF)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a store."""
+
+    kind: Kind
+    object: str
+    """Path of the file, relative to the store."""
+    detail: str
+    shard: int | None = None
+    samples: SampleRun | None = None
+    """First and last sample that the damage touches, both included. None: none, or all, or it cannot be told."""
+
+    def to_dict(self) -> dict[str, Json]:
+        """Plain JSON values."""
+        return {
+            "kind": self.kind,
+            "object": self.object,
+            "detail": self.detail,
+            "shard": self.shard,
+            "samples": None if self.samples is None else list(self.samples),
+        }
+
+    def __str__(self) -> str:
+        shard = "" if self.shard is None else f", shard {self.shard}"
+        samples = ""
+        if self.samples is not None:
+            first, last = self.samples
+            samples = f", sample {first}" if first == last else f", samples {first} to {last}"
+        return f"{self.kind}: {self.object}{shard}{samples}: {self.detail}"
+
+
+def find_bad_layer(hidden: NDArray[np.uint16]) -> str | None:
+    """Why one layer's bfloat16 bit patterns [length, hidden_size] are unusable; None if they are fine."""
+    magnitude = hidden & _BF16_MAGNITUDE
+    largest = magnitude.max()
+    if largest >= _BF16_INFINITY:
+        return f"NaN or Inf at token {int((magnitude >= _BF16_INFINITY).any(axis=1).argmax())}"
+    if largest == 0:
+        return "all zero"
+    if len(hidden) > 1 and (hidden[1] == hidden[0]).all() and (hidden == hidden[0]).all():
+        return "constant"
+    return None
+
+
+def verify(store_path: Path, progress: Progress | None = None) -> list[Finding]:
+    """Checks every file of a store against its seal; an empty list means that nothing is wrong.
+
+    A shard without a seal is not yet written, which is no damage; but files of such a shard are findings, because
+    their writer died or is still at work. `progress` counts bytes.
+
+    Raises StoreError when `store_path` is no store at all, or one of an unknown format version.
+    """
+    return list(_Verification(Path(store_path).absolute(), progress).run())
+
+
+def num_bytes_to_verify(store_path: Path) -> int:
+    """What the progress of `verify` will count to."""
+    return sum(os.stat(path).st_size for path, _ in _walk(Path(store_path)))
+
+
+class _Verification:
+    """One pass over a store. Remembers what the seals name: everything else is foreign."""
+
+    def __init__(self, root: Path, progress: Progress | None) -> None:
+        self._root = root
+        self._progress = progress
+        self._named = {METADATA}
+        self._manifest: Manifest | None = None
+        self._locator: Locator | None = None
+
+    def run(self) -> Iterator[Finding]:
+        """All findings, file by file."""
+        try:
+            self._manifest = read_manifest(self._root)
+            self._locator = Locator(self._root, self._manifest)
+        except CorruptError as error:
+            yield self._unreadable(METADATA, error)
+        for seal in self._seals():
+            yield from self._check_seal(seal)
+        yield from self._check_unnamed()
+
+    def _seals(self) -> list[str]:
+        names = os.listdir(self._root / "sealed") if (self._root / "sealed").is_dir() else []
+        shards = sorted(number for name in names if (number := shard_number(name)) is not None)
+        target = [TARGET_SEAL] if "target.json" in names else []
+        return [PLAN_SEAL, *target, *map(shard_seal, shards)]
+
+    def _check_seal(self, path: str) -> Iterator[Finding]:
+        """The seal itself, then the objects it names."""
+        self._named.add(path)
+        shard = shard_number(path.removeprefix("sealed/"))
+        samples = None if shard is None or self._locator is None else self._locator.samples_of_shard(shard)
+        try:
+            seal = read_checked(self._root / path)
+            objects = seal_objects(seal, self._root / path)
+        except StoreError as error:
+            yield self._unreadable(path, error, shard, samples)
+            return
+        problem = self._wrong(path, shard, seal, objects)
+        if problem is not None:
+            yield Finding("wrong seal", path, problem, shard, samples)
+        self._named.update(objects)
+        for name, record in sorted(objects.items()):
+            yield from self._check_object(name, record, shard)
+
+    def _wrong(
+        self, path: str, shard: int | None, seal: Mapping[str, Json], objects: Mapping[str, ObjectRecord]
+    ) -> str | None:
+        """What an undamaged seal says that cannot be right."""
+        if self._manifest is None or self._locator is None:
+            return None
+        if seal.get("plan") != self._manifest.plan_checksum():
+            return "it belongs to another store, or to another plan"
+        if shard is None:
+            absent = sorted(self._locator.plan_names - set(objects)) if path == PLAN_SEAL else []
+            return f"it does not name {absent[0]}" if absent else None
+        if shard >= self._manifest.layout.num_shards or seal.get("shard") != shard:
+            return f"it is the seal of shard {seal.get('shard')}, of {self._manifest.layout.num_shards}"
+        differing = self._locator.shard_names(shard, has_rejected=bool(seal.get("rejected"))) ^ set(objects)
+        return f"it should name another set of files: {min(differing)}" if differing else None
+
+    def _check_object(self, name: str, record: ObjectRecord, shard: int | None) -> Iterator[Finding]:
+        if shard is None and self._locator is not None:
+            shard = self._locator.shard_of(name)
+        runs: list[SampleRun | None] = [None]
+        path = self._root / name
+        if not path.is_file():
+            samples = None if self._locator is None else self._locator.samples_of_object(name)
+            yield Finding("missing", name, "the file is missing", shard, samples)
+            return
+        num_bytes, crc = self._read(path)
+        if (num_bytes, crc) == (record.num_bytes, record.crc32c):
+            return
+        kind: Kind = "truncated" if num_bytes < record.num_bytes else "corrupt"
+        detail = f"{num_bytes} bytes with checksum {crc}, sealed as {record.num_bytes} with {record.crc32c}"
+        if self._locator is not None:
+            runs = self._locator.damaged_samples(name)
+        for samples in runs:
+            yield Finding(kind, name, detail, shard, samples)
+
+    def _read(self, path: Path) -> tuple[int, str]:
+        """Size and checksum of a file."""
+        crc = num_bytes = 0
+        with reading(path), open(path, "rb") as file:
+            while block := file.read(_READ_BYTES):
+                crc = int(google_crc32c.extend(crc, block))
+                num_bytes += len(block)
+                if self._progress is not None:
+                    self._progress.update(len(block))
+        return num_bytes, f"{crc:08x}"
+
+    def _check_unnamed(self) -> Iterator[Finding]:
+        """Files that no seal names."""
+        unnamed = ((path, name) for path, name in _walk(self._root) if name not in self._named)
+        for path, name in sorted(unnamed):
+            shard = None if self._locator is None else self._locator.shard_of(name)
+            if TEMPORARY_NAME.fullmatch(path.name):
+                yield Finding("temporary", name, "half-written: its writer died, or is still at work")
+            elif self._locator is None:
+                yield Finding("unsealed", name, "no intact seal names it")
+            elif self._locator.may_exist(name):
+                samples = self._locator.samples_of_object(name)
+                detail = "no intact seal names it: its writer died before sealing, or is still at work"
+                yield Finding("unsealed", name, detail, shard, samples)
+            else:
+                yield Finding("foreign", name, "it does not belong to the store")
+
+    def _unreadable(
+        self, path: str, error: StoreError, shard: int | None = None, samples: SampleRun | None = None
+    ) -> Finding:
+        """A finding about a file that could not be used."""
+        exists = (self._root / path).exists()
+        detail = error.what + ("" if error.got is None else f" ({error.got})") if exists else "the file is missing"
+        return Finding("corrupt" if exists else "missing", path, detail, shard, samples)
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, str]]:
+    """All files of a store, with their paths relative to it."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            yield path, path.relative_to(root).as_posix()

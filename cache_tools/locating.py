@@ -1,0 +1,131 @@
+"""Which array, shard and samples a file of a store belongs to."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from cache_tools.arrays import METADATA, ArraySpec, hidden_array, parent_groups, plan_arrays
+from cache_tools.codecs import ChunkError
+from cache_tools.errors import StoreError
+from cache_tools.files import reading
+from cache_tools.manifest import Manifest
+from cache_tools.reader import SampleTable
+from cache_tools.seals import rejected_list, shard_number
+from cache_tools.shards import damaged_chunks
+
+SampleRun = tuple[int, int]
+"""First and last sample of a run, both included."""
+
+_OBJECT = re.compile(r"(?P<array>.+)/c/(?P<shard>\d+)(/0)?")
+_TARGET_WEIGHT = re.compile(
+    rf"target/({METADATA}|(embed_tokens|lm_head|final_norm)/({METADATA}|(bits|values)/({METADATA}|c/\d+(/0)?)))"
+)
+_TARGET_FILE = re.compile(r"target/files/[^/]+")
+
+
+class Locator:
+    """Knows the names that files of a store may have, from its manifest and sample table."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._arrays = {array.path: array for array in plan_arrays(manifest)}
+        table = SampleTable(root, manifest)
+        try:
+            self._start, self._end = table.start, table.start + table.length
+        except StoreError:  # found when the table's own files are checked; then no sample can be named
+            self._start = self._end = np.empty(0, dtype=np.int64)
+
+    def array_of(self, name: str) -> tuple[ArraySpec, int] | None:
+        """The array and its shard that a file holds; None for files that hold something else."""
+        match = _OBJECT.fullmatch(name)
+        array = self._arrays.get(match["array"]) if match else None
+        if match is None or array is None:
+            return None
+        shard = int(match["shard"])
+        return (array, shard) if shard < array.num_shards and name == array.object_path(shard) else None
+
+    def shard_of(self, name: str) -> int | None:
+        """The shard of samples that a file belongs to."""
+        held = self.array_of(name)
+        if held is not None and not held[0].path.startswith("samples/"):
+            return held[1]
+        shard = shard_number(name.removeprefix("rejected/"))
+        return shard if shard is not None and shard < self._manifest.layout.num_shards else None
+
+    @cached_property
+    def plan_names(self) -> frozenset[str]:
+        """All files that the plan must have, except the target's."""
+        arrays = list(self._arrays.values())
+        names = {f"{path}/{METADATA}" for path in [*parent_groups(arrays), *self._arrays]}
+        planned = [array for array in arrays if not array.path.startswith("hidden/")]
+        return frozenset(names).union(a.object_path(shard) for a in planned for shard in range(a.num_shards))
+
+    def shard_names(self, shard: int, *, has_rejected: bool) -> set[str]:
+        """All files that a sealed shard must have."""
+        names = {hidden_array(self._manifest, i).object_path(shard) for i in self._manifest.layer_ids}
+        return names | ({rejected_list(shard)} if has_rejected else set())
+
+    def may_exist(self, name: str) -> bool:
+        """A store of this manifest may have a file of this name."""
+        return (
+            self.shard_of(name) is not None
+            or name in self.plan_names
+            or bool(_TARGET_WEIGHT.fullmatch(name) or _TARGET_FILE.fullmatch(name))
+        )
+
+    def samples_of_shard(self, shard: int) -> SampleRun | None:
+        """The samples of a shard."""
+        rows = self._manifest.layout.shard_rows
+        return self._samples_of_rows(shard * rows, (shard + 1) * rows)
+
+    def samples_of_object(self, name: str) -> SampleRun | None:
+        """The samples that need a file."""
+        held = self.array_of(name)
+        if held is None:
+            shard = self.shard_of(name)
+            return None if shard is None else self.samples_of_shard(shard)
+        array, shard = held
+        return self._samples_of_array(array, shard * array.shard_rows, (shard + 1) * array.shard_rows)
+
+    def damaged_samples(self, name: str) -> list[SampleRun | None]:
+        """Runs of samples whose chunks in a file are damaged; where chunks cannot be told apart, all of them."""
+        held = self.array_of(name)
+        if held is None:
+            return [self.samples_of_object(name)]
+        array, shard = held
+        path = self._root / name
+        with reading(path):
+            descriptor = os.open(path, os.O_RDONLY)
+        try:
+            chunks = damaged_chunks(descriptor, array)
+        except ChunkError:
+            return [self.samples_of_object(name)]
+        finally:
+            os.close(descriptor)
+        runs: list[SampleRun | None] = []
+        for chunk in chunks:
+            row = shard * array.shard_rows + chunk * array.chunk_rows
+            run = self._samples_of_array(array, row, row + array.chunk_rows)
+            previous = runs[-1] if runs else None
+            if run is not None and previous is not None and run[0] <= previous[1] + 1:
+                runs[-1] = (previous[0], run[1])
+            else:
+                runs.append(run)
+        return runs or [None]
+
+    def _samples_of_array(self, array: ArraySpec, first: int, end: int) -> SampleRun | None:
+        if array.path.startswith("samples/"):
+            return first, min(end, self._manifest.layout.num_samples) - 1
+        return self._samples_of_rows(first, end)
+
+    def _samples_of_rows(self, first: int, end: int) -> SampleRun | None:
+        """Samples with a token in rows [first, end)."""
+        begin = int(np.searchsorted(self._end, first, side="right"))
+        stop = int(np.searchsorted(self._start, end, side="left"))
+        return (begin, stop - 1) if begin < stop else None

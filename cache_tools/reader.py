@@ -1,0 +1,308 @@
+"""Reading a store: what it holds, and whole samples straight from their chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.arrays import METADATA, ArraySpec, hidden_array, sample_arrays, target_array, token_arrays
+from cache_tools.errors import CorruptError, StoreError
+from cache_tools.files import RUN_VERIFY, TEMPORARY_NAME, Json, parse_json, reading, to_json
+from cache_tools.layout import samples_between
+from cache_tools.manifest import Manifest, TargetAttributes
+from cache_tools.seals import (
+    PLAN_SEAL,
+    TARGET_SEAL,
+    Rejection,
+    read_manifest,
+    read_rejected,
+    rejected_list,
+    shard_number,
+)
+from cache_tools.shards import ShardedArray
+
+
+class SampleTable:
+    """One entry per sample, in row order. A column is read when it is first asked for, and kept."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._arrays = sample_arrays(manifest)
+
+    @cached_property
+    def start(self) -> NDArray[np.int64]:
+        """[num_samples] first row."""
+        return self._column("start")
+
+    @cached_property
+    def length(self) -> NDArray[np.int32]:
+        """[num_samples] tokens."""
+        return self._column("length")
+
+    @cached_property
+    def supervised(self) -> NDArray[np.int32]:
+        """[num_samples] tokens whose loss mask is 1."""
+        return self._column("supervised")
+
+    @cached_property
+    def source(self) -> NDArray[np.int32]:
+        """[num_samples] index into the manifest's data.sources."""
+        return self._column("source")
+
+    @cached_property
+    def row(self) -> NDArray[np.int64]:
+        """[num_samples] 0-based row number in the source."""
+        return self._column("row")
+
+    @cached_property
+    def content_id(self) -> NDArray[np.uint8]:
+        """[num_samples, 16] hash of token ids and loss mask."""
+        return self._column("content_id")
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return ShardedArray(self._root, self._arrays[name]).read_all()
+
+
+class Store:
+    """An open store. Knows what was sealed when it was opened; later writers do not disturb it.
+
+    Safe to use from many threads, after a fork, and to pickle (which opens it again).
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Use `Store.open`."""
+        self.path = path
+        self.manifest = manifest
+        self.sealed = frozenset(_sealed_shards(path, manifest.layout.num_shards))
+        self.has_target = (path / TARGET_SEAL).exists()
+        self.rejections = {item.sample: item for item in _rejections(path, self.sealed)}
+        self.samples = SampleTable(path, manifest)
+        self._ids, self._mask = (ShardedArray(path, array) for array in token_arrays(manifest))
+        self._hidden = {i: ShardedArray(path, hidden_array(manifest, i)) for i in manifest.layer_ids}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Store:
+        """Opens a store without reading any chunk.
+
+        Raises StoreError when there is none or one of an unknown format, CorruptError when it is damaged.
+        """
+        root = Path(path).absolute()
+        manifest = read_manifest(root)
+        if not (root / PLAN_SEAL).exists():
+            raise CorruptError("the seal of the store's plan is missing", where=root / PLAN_SEAL, fix=RUN_VERIFY)
+        return cls(root, manifest)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The stored target layers: outputs of 0-based decoder layers."""
+        return self.manifest.layer_ids
+
+    @property
+    def hidden_size(self) -> int:
+        return self.manifest.target.hidden_size
+
+    @property
+    def num_samples(self) -> int:
+        return self.manifest.layout.num_samples
+
+    @property
+    def num_tokens(self) -> int:
+        return self.manifest.layout.num_tokens
+
+    @property
+    def num_shards(self) -> int:
+        return self.manifest.layout.num_shards
+
+    @property
+    def rejected(self) -> frozenset[int]:
+        """Samples of sealed shards that have no hidden states."""
+        return frozenset(self.rejections)
+
+    @property
+    def complete(self) -> bool:
+        """Every shard and the target's weights are there."""
+        return len(self.sealed) == self.num_shards and self.has_target
+
+    def require_complete(self) -> None:
+        """Raises StoreError when something was not computed yet."""
+        if not self.complete:
+            raise StoreError(
+                "the store is not complete",
+                where=self.path,
+                got=f"{len(self.sealed)} of {self.num_shards} shards, target's weights "
+                + ("written" if self.has_target else "missing"),
+                fix="run the `dflash-precompute run` command that made it again; it computes what is missing",
+            )
+
+    def shard_of(self, sample: int) -> int:
+        """The shard that holds a sample."""
+        return int(self.samples.start[self._checked(sample)]) // self.manifest.layout.shard_rows
+
+    def shard_samples(self, shard: int) -> range:
+        """The samples of a shard."""
+        rows = self.manifest.layout.shard_rows
+        return samples_between(self.samples.start, shard * rows, (shard + 1) * rows)
+
+    def read_tokens(self, sample: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids [length] and loss mask [length] of a sample. Raises StoreError, CorruptError."""
+        length = int(self.samples.length[self._checked(sample)])
+        start = int(self.samples.start[sample])
+        ids, mask = np.empty(length, dtype=np.int32), np.empty(length, dtype=np.uint8)
+        self._ids.read_rows(start, ids, f"sample {sample}")
+        self._mask.read_rows(start, mask, f"sample {sample}")
+        return ids, mask.astype(np.bool_)
+
+    def read_hidden(
+        self, sample: int, layer_ids: Sequence[int] | None = None, out: NDArray[np.uint16] | None = None
+    ) -> NDArray[np.uint16]:
+        """bfloat16 bit patterns [length, num_layers, hidden_size] of a sample; all stored layers by default.
+
+        `out` receives them if given (it may be strided). Raises StoreError for a sample without hidden states
+        or a layer that is not stored, CorruptError when bytes are damaged.
+        """
+        length = int(self.samples.length[self._checked(sample)])
+        self._require_hidden(sample)
+        layers = [self._layer(i) for i in (self.layer_ids if layer_ids is None else layer_ids)]
+        shape = (length, len(layers), self.hidden_size)
+        if out is None:
+            out = np.empty(shape, dtype=np.uint16)
+        assert out.shape == shape, f"out has shape {out.shape}, the sample {shape}"
+        assert out.dtype == np.uint16, f"out is {out.dtype}, not uint16"
+        start = int(self.samples.start[sample])
+        for i, layer in enumerate(layers):
+            layer.read_rows(start, out[:, i], f"sample {sample}")
+        return out
+
+    @cached_property
+    def target_attributes(self) -> TargetAttributes:
+        """How to use the target's weights. Raises StoreError when they were not written yet."""
+        path = self.path / "target" / METADATA
+        return TargetAttributes.from_dict(self._target_json(path).get("attributes"), path)
+
+    def target_array(self, name: str) -> NDArray[Any]:
+        """`embed_tokens`, `lm_head` or `final_norm`: uint16 bfloat16 bit patterns, or float32 values.
+
+        Raises StoreError when it is not stored (`lm_head` of a tied target, or all of them before the first run).
+        """
+        for kind in ("bits", "values"):
+            path = self.path / "target" / name / kind / METADATA
+            if path.exists():
+                metadata = self._target_json(path)
+                return ShardedArray(self.path, _target_spec(name, metadata, path)).read_all()
+        self._target_json(self.path / "target" / METADATA)
+        raise StoreError(
+            f"the store holds no weight {name!r} of the target",
+            where=self.path / "target",
+            expected="embed_tokens, final_norm, and lm_head unless the target ties it to embed_tokens",
+        )
+
+    def target_file(self, name: str) -> Path:
+        """A file of the target, for example tokenizer.json. Raises StoreError when it is not stored."""
+        path = self.path / "target" / "files" / name
+        if not path.is_file():
+            raise StoreError(
+                f"the store holds no file {name!r} of the target",
+                where=path.parent,
+                expected=", ".join(self.target_files()) or "none was stored",
+            )
+        return path
+
+    def target_files(self) -> list[str]:
+        """Names of the target's files."""
+        folder = self.path / "target" / "files"
+        return sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
+
+    def bytes_on_disk(self) -> int:
+        """Sizes of all files of the store, without half-written ones."""
+        return sum(
+            os.stat(os.path.join(folder, name)).st_size
+            for folder, _, names in os.walk(self.path)
+            for name in names
+            if not TEMPORARY_NAME.fullmatch(name)
+        )
+
+    def __reduce__(self) -> tuple[Callable[[Path], Store], tuple[Path]]:
+        return Store.open, (self.path,)
+
+    def _checked(self, sample: int) -> int:
+        if not 0 <= sample < self.num_samples:
+            raise StoreError(
+                "no such sample",
+                where=self.path,
+                got=f"sample {sample}",
+                expected=f"0 to {self.num_samples - 1}",
+            )
+        return sample
+
+    def _require_hidden(self, sample: int) -> None:
+        shard = self.shard_of(sample)
+        if shard not in self.sealed:
+            raise StoreError(
+                f"the hidden states of sample {sample} are not there yet",
+                where=self.path,
+                got=f"shard {shard} is not sealed",
+                fix="run the `dflash-precompute run` command that made the store again",
+            )
+        rejection = self.rejections.get(sample)
+        if rejection is not None:
+            raise StoreError(
+                f"sample {sample} has no hidden states: it was rejected when they were computed",
+                where=self.path,
+                got=f"layer {rejection.layer}: {rejection.reason}",
+                fix="leave it out",
+            )
+
+    def _layer(self, layer_id: int) -> ShardedArray:
+        if layer_id not in self._hidden:
+            raise StoreError(
+                "the store does not hold this layer",
+                where=self.path,
+                got=f"layer {layer_id}",
+                expected=f"one of {', '.join(map(str, self.layer_ids))}",
+            )
+        return self._hidden[layer_id]
+
+    def _target_json(self, path: Path) -> dict[str, Json]:
+        if not self.has_target:
+            raise StoreError(
+                "the target's weights were not written yet",
+                where=self.path,
+                fix="run the `dflash-precompute run` command that made the store again",
+            )
+        if not path.exists():
+            raise CorruptError("the metadata of the target is missing", where=path, fix=RUN_VERIFY)
+        with reading(path):
+            return parse_json(path.read_bytes(), path)
+
+
+def _target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
+    """The array that the metadata at `path` describes, which must be what `target_array` would write."""
+    shape, dtype = metadata.get("shape"), metadata.get("data_type")
+    sizes = [size for size in shape if isinstance(size, int) and size > 0] if isinstance(shape, list) else []
+    if sizes and sizes == shape and dtype in ("uint16", "float32"):
+        array = target_array(name, dtype, tuple(sizes))
+        if to_json(metadata) == array.metadata():
+            return array
+    raise CorruptError("damaged metadata of a target array", where=path, fix=RUN_VERIFY)
+
+
+def _sealed_shards(root: Path, num_shards: int) -> list[int]:
+    with reading(root / "sealed"):
+        numbers = [shard_number(name) for name in os.listdir(root / "sealed")]
+    return [number for number in numbers if number is not None and number < num_shards]
+
+
+def _rejections(root: Path, sealed: frozenset[int]) -> list[Rejection]:
+    """Rejected samples of sealed shards; lists of other shards belong to a writer that is still at work."""
+    if not (root / "rejected").is_dir():
+        return []
+    with reading(root / "rejected"):
+        numbers = [shard_number(name) for name in os.listdir(root / "rejected")]
+    shards = sorted(number for number in numbers if number in sealed)
+    return [item for shard in shards for item in read_rejected(root / rejected_list(shard))]

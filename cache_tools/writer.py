@@ -1,0 +1,370 @@
+"""Writing a store: the plan first, then the target's weights and, in any order and any number of processes, shards.
+
+Everything is prepared under a temporary name and renamed when it is on disk; a seal is written last of all.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.arrays import (
+    METADATA,
+    ArraySpec,
+    group_metadata,
+    hidden_array,
+    parent_groups,
+    plan_arrays,
+    sample_arrays,
+    target_array,
+    token_arrays,
+)
+from cache_tools.codecs import bf16_to_float32, content_id
+from cache_tools.errors import DataError, StoreError
+from cache_tools.files import (
+    Json,
+    checksum,
+    make_folders,
+    sync_folder,
+    temporary_path,
+    write_file,
+    writing,
+)
+from cache_tools.layout import Layout, samples_between
+from cache_tools.manifest import Manifest, TargetAttributes
+from cache_tools.progress import Progress
+from cache_tools.reader import SampleTable
+from cache_tools.seals import (
+    PLAN_SEAL,
+    TARGET_SEAL,
+    Rejection,
+    read_manifest,
+    rejected_list,
+    root_metadata,
+    seal_content,
+    shard_seal,
+    with_checksum,
+)
+from cache_tools.shards import ObjectRecord, ShardAppender
+
+_STATISTICS_ROWS = 64  # float32 copies of more rows would leave the processor's cache
+_SQUARABLE = 1e15  # the sum of thousands of squares of this still fits float32
+
+Tokens = tuple[NDArray[np.int32], NDArray[np.uint8]]
+"""Token ids [length] and loss mask [length] (0 or 1) of a sample."""
+
+
+@dataclass(frozen=True)
+class SampleColumns:
+    """Where the samples come from; both columns [num_samples], in the order of the store (not of the data)."""
+
+    source: NDArray[np.int32]
+    """Index into the manifest's data.sources."""
+    row: NDArray[np.int64]
+    """0-based row number in that source."""
+
+
+def create_store(
+    path: Path,
+    manifest: Manifest,
+    layout: Layout,
+    samples: SampleColumns,
+    tokens: Iterable[Tokens],
+    files: Mapping[str, bytes],
+    progress: Progress | None = None,
+) -> None:
+    """Writes a planned store: manifest, tokens, samples and the target's files, but no hidden states.
+
+    `tokens` come in the order of the store and are used one by one; `progress` counts them. `path` appears when
+    everything is on disk. Raises StoreError when it exists already or cannot be written, DataError when `tokens`
+    raise OSError.
+    """
+    assert manifest.layout.num_samples == layout.num_samples == len(samples.source) == len(samples.row) > 0
+    assert (manifest.layout.num_rows, manifest.layout.num_tokens) == (layout.num_rows, layout.num_tokens)
+    path = Path(path).absolute()
+    if path.exists():
+        fix = "use it with `dflash-precompute run`, remove it, or choose another path"
+        raise StoreError("there is something at the path of the new store", where=path, fix=fix)
+    with writing(path):
+        make_folders(path.parent)
+        _remove_abandoned(path)
+        building = temporary_path(path)
+        try:
+            objects = _write_metadata(building, manifest)
+            columns = _write_tokens(building, manifest, layout, tokens, objects, progress)
+            columns |= {"source": samples.source, "row": samples.row}
+            for name, array in sample_arrays(manifest).items():
+                objects |= _write_array(building, array, columns[name])
+            for name, content in files.items():
+                objects |= _write_object(building, f"target/files/{name}", content)
+            write_file(building / METADATA, root_metadata(manifest))
+            write_file(building / PLAN_SEAL, seal_content(manifest, objects))
+            building.rename(path)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        sync_folder(path.parent)
+
+
+def bind_engine(path: Path, manifest: Manifest) -> None:
+    """Records in a planned store which weights and which engine its hidden states come from; once.
+
+    Only one process may do so at a time. Does nothing when the same was recorded before. Raises StoreError naming
+    each field that differs from what the store was planned for or is bound to.
+    """
+    assert manifest.engine is not None, "nothing to bind"
+    stored = read_manifest(path)
+    bound = stored.engine is not None
+    differences = (stored if bound else stored.plan()).differences(manifest if bound else manifest.plan())
+    if differences:
+        raise StoreError(
+            "the store was made for something else",
+            where=path,
+            got="; ".join(map(str, differences)),
+            fix="go on with what the store was made for, or make a new store",
+        )
+    if not bound:
+        with writing(path):
+            write_file(path / METADATA, root_metadata(manifest))
+
+
+def write_target(path: Path, arrays: Mapping[str, NDArray[Any]], attributes: TargetAttributes) -> None:
+    """Stores the target's weights and seals them; a second time changes nothing. One process at a time.
+
+    `arrays`: embed_tokens [vocab, hidden], lm_head [vocab, hidden] unless tied, final_norm [hidden]; each uint16
+    bfloat16 bit patterns or float32. Raises StoreError.
+    """
+    expected = {"embed_tokens", "final_norm"} | (set() if attributes.tied else {"lm_head"})
+    assert set(arrays) == expected, f"{sorted(arrays)} instead of {sorted(expected)}"
+    manifest = read_manifest(path)
+    if (path / TARGET_SEAL).exists():
+        return
+    with writing(path / "target"):
+        objects: dict[str, ObjectRecord] = {}
+        specs = {name: target_array(name, str(arrays[name].dtype), arrays[name].shape) for name in arrays}
+        for group in parent_groups(specs.values()):
+            content = group_metadata(attributes.to_dict() if group == "target" else {})
+            objects |= _write_object(path, f"{group}/{METADATA}", content)
+        for name, array in specs.items():
+            objects |= _write_object(path, f"{array.path}/{METADATA}", array.metadata())
+            objects |= _write_array(path, array, arrays[name])
+        write_file(path / TARGET_SEAL, seal_content(manifest, objects))
+
+
+class ShardWriter(AbstractContextManager["ShardWriter"]):
+    """Writes the hidden states of one shard. Other processes may write other shards at the same time.
+
+    Samples come in order, each by `append` or `reject`; `seal` makes the shard exist. Leaving the block without it
+    leaves nothing behind. Memory: one chunk per layer.
+    """
+
+    def __init__(self, store_path: Path, manifest: Manifest, shard: int, samples: SampleTable | None = None) -> None:
+        """`samples`: the store's table if it is open anyway; otherwise it is read.
+
+        Raises StoreError when the shard is sealed already or cannot be written.
+        """
+        self._path = Path(store_path).absolute()
+        self._manifest = manifest
+        self._shard = shard
+        if (self._path / shard_seal(shard)).exists():
+            raise StoreError(
+                f"shard {shard} is complete already",
+                where=self._path,
+                fix="make sure that only one command writes to the store at a time",
+            )
+        table = samples if samples is not None else SampleTable(self._path, manifest)
+        rows = manifest.layout.shard_rows
+        self._samples = samples_between(table.start, shard * rows, (shard + 1) * rows)
+        self._start, self._length = table.start, table.length
+        self._next = self._samples.start
+        self._num_tokens = 0
+        self._rejections: list[Rejection] = []
+        self._statistics = {layer_id: _LayerStatistics() for layer_id in manifest.layer_ids}
+        self._appenders: dict[int, ShardAppender] = {}
+        with ExitStack() as undo, writing(self._path):
+            for layer_id in manifest.layer_ids:
+                array = hidden_array(manifest, layer_id)
+                self._appenders[layer_id] = ShardAppender(self._path, array, shard)
+                undo.callback(self._appenders[layer_id].abort)
+            (self._path / rejected_list(shard)).unlink(missing_ok=True)  # of a writer that died before sealing
+            undo.pop_all()
+
+    @property
+    def samples(self) -> range:
+        """The samples that belong into this shard."""
+        return self._samples
+
+    def append(self, sample: int, hidden: Mapping[int, NDArray[np.uint16]]) -> None:
+        """Adds a sample: bfloat16 bit patterns [length, hidden_size] by layer id. Raises StoreError."""
+        self._advance(sample)
+        length = int(self._length[sample])
+        shape = (length, self._manifest.target.hidden_size)
+        assert set(hidden) == set(self._appenders), f"layers {sorted(hidden)}"
+        self._num_tokens += length
+        with writing(self._path):
+            for layer_id, appender in self._appenders.items():
+                bits = hidden[layer_id]
+                assert bits.shape == shape, f"sample {sample}, layer {layer_id}: {bits.shape}, not {shape}"
+                assert bits.dtype == np.uint16, f"sample {sample}, layer {layer_id}: {bits.dtype}, not uint16"
+                appender.write(int(self._start[sample]), bits)
+                self._statistics[layer_id].add(bits[1:])
+
+    def reject(self, sample: int, layer: int, reason: str) -> None:
+        """Leaves a sample's rows zero in every layer, and records why. `layer`: the first unusable one."""
+        self._advance(sample)
+        self._rejections.append(Rejection(sample, layer, reason))
+
+    def seal(self) -> None:
+        """Makes the shard complete: nothing can be added, and readers see it. Raises StoreError."""
+        assert self._next == self._samples.stop, f"sample {self._next} is missing"
+        with writing(self._path):
+            objects = {
+                hidden_array(self._manifest, layer_id).object_path(self._shard): appender.finish()
+                for layer_id, appender in self._appenders.items()
+            }
+            rejected: list[Json] = [item.to_dict() for item in self._rejections]
+            if rejected:
+                content = with_checksum({"rejected": rejected})
+                objects |= _write_object(self._path, rejected_list(self._shard), content)
+            seal = seal_content(
+                self._manifest,
+                objects,
+                shard=self._shard,
+                samples=[self._samples.start, self._samples.stop],
+                tokens=self._num_tokens,
+                layers={str(i): statistics.to_dict() for i, statistics in self._statistics.items()},
+                rejected=rejected,
+            )
+            write_file(self._path / shard_seal(self._shard), seal)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for appender in self._appenders.values():
+            appender.abort()
+
+    def _advance(self, sample: int) -> None:
+        assert sample == self._next, f"sample {sample} comes where {self._next} belongs"
+        assert sample in self._samples, f"sample {sample} is not of shard {self._shard}"
+        self._next += 1
+
+
+class _LayerStatistics:
+    """Root mean square and largest magnitude of one layer's values in one shard."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._count = 0
+        self._abs_max = 0.0
+
+    def add(self, bits: NDArray[np.uint16]) -> None:
+        """`bits`: [n, hidden_size]; without the first token of a sample, whose norm is 40 to 160 times larger."""
+        for first in range(0, len(bits), _STATISTICS_ROWS):
+            values = bf16_to_float32(bits[first : first + _STATISTICS_ROWS])
+            abs_max = float(max(values.max(), -values.min()))
+            sums = np.einsum("ij,ij->i", values, values, dtype="f8" if abs_max > _SQUARABLE else "f4")
+            self._sum += float(sums.sum(dtype=np.float64))
+            self._count += values.size
+            self._abs_max = max(self._abs_max, abs_max)
+
+    def to_dict(self) -> dict[str, Json]:
+        """Six digits, so that the order of additions inside numpy does not show."""
+        rms = (self._sum / self._count) ** 0.5 if self._count else 0.0
+        return {"rms": float(f"{rms:.6g}"), "abs_max": self._abs_max}
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Deletes what planners of the same store that died have left beside it."""
+    pattern = re.compile(rf"\.tmp-\d+-{re.escape(path.name)}")
+    for entry in path.parent.iterdir():
+        if pattern.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _write_metadata(root: Path, manifest: Manifest) -> dict[str, ObjectRecord]:
+    """All zarr.json files but the root's and the target's."""
+    arrays = plan_arrays(manifest)
+    objects: dict[str, ObjectRecord] = {}
+    for group in parent_groups(arrays):
+        objects |= _write_object(root, f"{group}/{METADATA}", group_metadata({}))
+    for array in arrays:
+        objects |= _write_object(root, f"{array.path}/{METADATA}", array.metadata())
+    return objects
+
+
+def _write_tokens(
+    root: Path,
+    manifest: Manifest,
+    layout: Layout,
+    tokens: Iterable[Tokens],
+    objects: dict[str, ObjectRecord],
+    progress: Progress | None,
+) -> dict[str, NDArray[Any]]:
+    """Writes the token arrays shard by shard, adds them to `objects`, and returns columns of the sample table."""
+    supervised = np.zeros(layout.num_samples, dtype=np.int32)
+    content_ids = np.zeros((layout.num_samples, 16), dtype=np.uint8)
+    stream = _reading_data(tokens)
+    for shard in range(layout.num_shards):
+        with ExitStack() as undo:
+            appenders = [ShardAppender(root, array, shard) for array in token_arrays(manifest)]
+            for appender in appenders:
+                undo.callback(appender.abort)
+            for sample in layout.shard_samples(shard):
+                ids, mask = next(stream)
+                assert len(ids) == len(mask) == layout.length[sample], f"sample {sample}: {len(ids)} tokens"
+                appenders[0].write(int(layout.start[sample]), ids)
+                appenders[1].write(int(layout.start[sample]), mask)
+                supervised[sample] = np.count_nonzero(mask)
+                content_ids[sample] = np.frombuffer(content_id(ids, mask), dtype=np.uint8)
+                if progress is not None:
+                    progress.update(len(ids))
+            for array, appender in zip(token_arrays(manifest), appenders, strict=True):
+                objects[array.object_path(shard)] = appender.finish()
+    assert next(stream, None) is None, "more token rows than samples"
+    return {
+        "start": layout.start,
+        "length": layout.length,
+        "supervised": supervised,
+        "content_id": content_ids,
+    }
+
+
+def _reading_data(tokens: Iterable[Tokens]) -> Iterator[Tokens]:
+    """`tokens`, with trouble in reading them told from trouble in writing the store."""
+    try:
+        yield from tokens
+    except OSError as error:
+        raise DataError("the input data cannot be read", got=error, fix="check the input files") from error
+
+
+def _write_array(root: Path, array: ArraySpec, values: NDArray[Any]) -> dict[str, ObjectRecord]:
+    """Writes a whole array, shard by shard."""
+    assert values.shape == array.shape, f"{array.path}: {values.shape}, not {array.shape}"
+    objects: dict[str, ObjectRecord] = {}
+    for shard in range(array.num_shards):
+        appender = ShardAppender(root, array, shard)
+        try:
+            first = shard * array.shard_rows
+            appender.write(first, values[first : first + array.shard_rows])
+            objects[array.object_path(shard)] = appender.finish()
+        finally:
+            appender.abort()
+    return objects
+
+
+def _write_object(root: Path, path: str, content: bytes) -> dict[str, ObjectRecord]:
+    """Writes a small file and returns its record by path."""
+    write_file(root / path, content)
+    return {path: ObjectRecord(len(content), checksum(content))}
