@@ -1,0 +1,59 @@
+"""What the loader delivers.
+
+Letters: T = tokens of a pack, F = tapped layers, H = hidden size of the target, D = documents (samples) of a pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Whole samples laid end to end, without padding.
+
+    `features` lies in a buffer that is used again: it is valid until the consumer asks for the next step.
+    """
+
+    samples: tuple[int, ...]
+    cu_seqlens: Tensor  # int32 [D + 1], document boundaries from 0 to T
+    input_ids: Tensor  # int64 [T]
+    loss_mask: Tensor  # bool [T]
+    positions: Tensor  # int64 [T], from 0 in every document
+    features: Tensor  # bfloat16 [T, F * H], layers side by side in the order of layer_ids
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank computes in one optimizer step."""
+
+    step: int
+    epoch: float
+    """Epochs consumed after this step."""
+    packs: list[Pack]
+    """This rank's packs; empty when there are more ranks than packs."""
+    supervised: int
+    """Supervised tokens of the whole step, over all ranks."""
+    tokens: int
+    """Tokens of the whole step, over all ranks."""
+    state: dict[str, int | str]
+    """Resume with this to continue after this step; ready for JSON."""
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """Counters since the loader was made, and how full its queues are now."""
+
+    packs_read: int
+    read_bytes: int
+    """Bytes of hidden states read, decoded."""
+    wait_seconds: float
+    """Time the consumer waited for a step."""
+    retries: int
+    """Samples that could only be read at the second attempt."""
+    q_read: int
+    """Samples read and not yet delivered."""
+    q_pack: int
+    """Packs complete and not yet delivered."""

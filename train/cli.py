@@ -1,0 +1,68 @@
+"""The `dflash-train` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from cache_tools.settings import CommandGroup, config_options
+from train.config import EvalConfig, TrainConfig
+
+
+@click.group(cls=CommandGroup, context_settings={"max_content_width": 120})
+def main() -> None:
+    """Train a DFlash drafter from a hidden-state store, evaluate it against its target, export it."""
+
+
+@main.command()
+@config_options(TrainConfig)
+def run(config: TrainConfig) -> None:
+    """Train a drafter. Run the same command again to resume after an interruption."""
+    from train.loop import train
+    from train.summary import summarize
+
+    train(config, say=click.echo)
+    summary = summarize(config.out)
+    if summary["steps"]:
+        click.echo(
+            f"done: {summary['steps']} steps, loss {summary['first_loss']:.3f} -> {summary['last_loss']:.3f}, "
+            f"{summary['tokens_per_second'] / 1000:.2f} Ktok/s; {config.out}"
+        )
+    else:
+        click.echo(f"done: untrained drafter; {config.out}")
+
+
+@main.command("eval")
+@config_options(EvalConfig)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def evaluate_command(config: EvalConfig, as_json: bool) -> None:
+    """Speculative decoding against the real target: acceptance length, speed, and proof of equal output."""
+    from cache_tools.progress import progress_bar
+    from train.evaluate import describe, evaluate
+
+    with progress_bar(total=None, unit="tok", desc="evaluate") as progress:
+        report = evaluate(config, progress)
+    click.echo(json.dumps(report, indent=1) if as_json else describe(report))
+    if config.dtype == "float32" and report["identical"] not in (None, report["num_prompts"]):
+        raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.option(
+    "--run",
+    "run_dir",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a training run; its newest checkpoint is exported.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the exported drafter.")
+def export(run_dir: Path, out: Path) -> None:
+    """Write the drafter in the z-lab format that vLLM, SGLang and transformers read."""
+    from train.export import export_drafter
+    from train.loading import drafter_of_run
+
+    drafter = drafter_of_run(run_dir)
+    export_drafter(drafter, out)
+    click.echo(f"exported {len(drafter.state_dict())} tensors to {out}")

@@ -1,0 +1,186 @@
+"""Settings of `dflash-train`, checked when they are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cache_tools.errors import ConfigError
+
+# Weights of the paper (arXiv 2602.06036, A.1): the larger the block, the slower the weight decays over its slots.
+GAMMA_OF_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides what `dflash-train run` computes."""
+
+    store: Path
+    """Hidden-state store written by dflash-precompute; it must be complete."""
+    out: Path
+    """Folder of this run: config.yaml, metrics.jsonl and checkpoints. Run the same command again to resume."""
+
+    block_size: int = 16
+    """Slots of a block, the anchor included; the drafter proposes block_size - 1 tokens."""
+    num_draft_layers: int | None = None
+    """Layers of the drafter. Default: as many as layers are tapped."""
+    layer_ids: tuple[int, ...] | None = None
+    """Tapped target layers (0-based), any subset of what the store holds. Default: all of them."""
+    num_sliding_layers: int = 0
+    """How many of the first draft layers attend through a sliding window, causal inside the block."""
+    sliding_window: int = 2048
+    """Tokens a sliding layer can see, its own slot included."""
+    num_heads: int | None = None
+    """Query heads of a draft layer. Default: the target's."""
+    num_kv_heads: int | None = None
+    """Key/value heads of a draft layer. Default: the target's."""
+    head_dim: int | None = None
+    """Size of a head. Default: the target's."""
+    intermediate_size: int | None = None
+    """Width of a draft layer's MLP. Default: the target's."""
+    mask_token_id: int
+    """Token id that fills slots 1.. of a block. Never the pad or end token; 248070 for Qwen3.5/3.6."""
+    init_target: Path | None = None
+    """Folder of the target: draft layers start as its last layers where shapes match. Default: random start."""
+    whiten: bool = True
+    """Divide context features by fixed per-channel scales of the store; folded into fc at export."""
+
+    token_budget: int = 49152
+    """Most tokens in one pack (one forward pass). No sample may be longer."""
+    packs_per_step: int = 8
+    """Packs of one optimizer step over all ranks together; fixes what a step is, whatever the number of GPUs."""
+    anchors_per_step: int = 4096
+    """Blocks trained per step over all ranks together, drawn in proportion to supervised tokens."""
+    epochs: float = 6.0
+    """Passes over the store. Ignored when steps is given."""
+    steps: int | None = None
+    """Optimizer steps in total. 0 writes the untrained drafter and stops."""
+    seed: int = 0
+    """Seed of data order, anchors, noise and initial weights."""
+
+    lr: float = 6e-4
+    """Peak learning rate of AdamW."""
+    warmup_ratio: float = 0.04
+    """Share of all steps over which the learning rate rises linearly."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end of the cosine, as a share of the peak."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, on matrices only."""
+    clip_norm: float = 1.0
+    """Largest gradient norm; larger ones are scaled down to it."""
+    gamma: float | None = None
+    """Slot k weighs exp(-(k-1)/gamma). Default: 4 for block size 8, 5 for 10, 7 for 16, else block_size / 2.2."""
+    loss_vocab: Literal["full", "seen"] = "full"
+    """Tokens the training softmax runs over: all, or only those supervised anywhere in the store (faster)."""
+    noise_start: float = 0.0
+    """Noise on context features at the first step, in units of each tapped layer's RMS."""
+    noise_end: float = 0.0
+    """The same at the last step; a cosine leads from one to the other."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16: autocast with fp32 master weights. fp32: everything in fp32 (bit-exact resume on CPU)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. auto: cuda when there is one."""
+    threads: int | None = None
+    """Compute threads on the CPU. Default: torch's choice."""
+    reader_threads: int = 2
+    """Threads that read and decode hidden states."""
+    prefetch_mb: int = 512
+    """Most megabytes of hidden states read ahead."""
+    log_every: int = 10
+    """Steps between console lines; metrics.jsonl gets every step."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step always writes one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay on disk."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the first setting that cannot work."""
+        _at_least("block_size", self.block_size, 2)
+        for name in ("token_budget", "packs_per_step", "anchors_per_step", "reader_threads", "prefetch_mb"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("log_every", "checkpoint_every", "keep_checkpoints", "sliding_window"):
+            _at_least(name, getattr(self, name), 1)
+        for name in (
+            "num_draft_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "threads",
+        ):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in (
+            "num_sliding_layers",
+            "steps",
+            "noise_start",
+            "noise_end",
+            "weight_decay",
+            "mask_token_id",
+        ):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 0)
+        for name in ("lr", "clip_norm", "epochs", "gamma"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive", got=getattr(self, name))
+        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must lie between 0 and 1", got=getattr(self, name))
+
+    @property
+    def slot_gamma(self) -> float:
+        """The decay constant of the slot weights, in slots."""
+        if self.gamma is not None:
+            return self.gamma
+        return GAMMA_OF_BLOCK_SIZE.get(self.block_size, self.block_size / 2.2)
+
+
+# What may change between a run and its resumption: none of these alters what is computed.
+RESUMABLE_CHANGES = frozenset(
+    {"out", "store", "threads", "reader_threads", "prefetch_mb", "log_every", "checkpoint_every"}
+    | {"keep_checkpoints", "init_target"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Settings of `dflash-train eval`."""
+
+    target: Path
+    """Folder of the target model with tokenizer and weights."""
+    drafter: Path
+    """Exported drafter, or the folder of a training run (its newest checkpoint)."""
+    prompts: tuple[Path, ...]
+    """JSONL files with `messages`; everything up to the last user message is the prompt."""
+    max_prompts: int | None = None
+    """Use only the first so many prompts of each file."""
+    max_new_tokens: int = 128
+    """Most tokens generated per prompt."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """float32: greedy output must be identical with and without drafter, else exit 1. bfloat16: for speed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: cuda when there is one."""
+    threads: int | None = None
+    """Compute threads on the CPU. Default: torch's choice."""
+    plain: bool = True
+    """Also decode without the drafter, to compare output and speed."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the first setting that cannot work."""
+        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        for name in ("max_prompts", "threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if not self.prompts:
+            raise ConfigError("no prompts", fix="give --prompts FILE.jsonl")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is too small", got=value, expected=f">= {least}")

@@ -1,0 +1,178 @@
+"""Training: store -> packs -> drafter -> checkpoints. `train` is the whole story, read from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cache_tools.errors import StoreError
+from train import checkpoint as checkpoints
+from train.anchors import block_targets, block_tokens, decay_weights, sample_anchors
+from train.attention import BlockLayout
+from train.checkpoint import Checkpoint
+from train.config import TrainConfig
+from train.features import add_noise
+from train.loader import Loader, Pack, StepBatch
+from train.metrics import Console, LoaderLoad, MetricsFile, StepMetrics
+from train.objective import BlockSums, block_loss
+from train.schedule import cosine, learning_rate
+from train.state import TrainingState, prepare
+
+
+def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
+    """Trains a drafter to `config.out`, from its newest checkpoint if there is one.
+
+    `say` gets the console lines. The loop runs once more than it trains, so that saving needs no copy behind it.
+
+    Raises DflashError for a store, a checkpoint or settings that do not fit, and StoreError for unreadable samples.
+    """
+    state = prepare(config, say)
+    console = Console(total_steps=state.total_steps, start_step=state.step)
+    metrics_file = MetricsFile(config.out / "metrics.jsonl", last_step=state.step)
+    load = _LoadMeter()
+    with state.open_loader() as loader, metrics_file:
+        began = time.monotonic()
+        for batch in loader:
+            assert batch.step == state.step, "the loader and the optimizer must agree on the step"
+            if state.must_save():
+                checkpoints.save(config.out, _snapshot(state), keep=config.keep_checkpoints)
+            if state.step == state.total_steps:
+                break
+
+            lr = learning_rate(
+                state.step,
+                total=state.total_steps,
+                peak=config.lr,
+                warmup_ratio=config.warmup_ratio,
+                min_ratio=config.min_lr_ratio,
+            )
+            noise = cosine(state.step, total=state.total_steps, start=config.noise_start, end=config.noise_end)
+            sums, grad_norm = train_step(state, batch, lr=lr, noise=noise)
+            state.step, state.cursor = state.step + 1, batch.state
+
+            now = time.monotonic()
+            metrics = StepMetrics(
+                step=state.step,
+                epoch=batch.epoch,
+                loss=sums.mean_loss,
+                acc=sums.accuracy,
+                streak=sums.streak,
+                lr=lr,
+                noise=noise,
+                grad_norm=grad_norm,
+                tokens=batch.tokens,
+                blocks=int(sums.blocks),
+                slots=int(sums.valid_at.sum()),
+                seconds=now - began,
+            )
+            began = now
+            metrics_file.write(metrics)
+            console.count(packs=len(batch.packs), tokens=batch.tokens)
+            if state.step % config.log_every == 0 or state.step == state.total_steps:
+                say(console.line(metrics, load.since_last(loader)))
+
+
+def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: float) -> tuple[BlockSums, float]:
+    """One optimizer update over all packs of the step; returns the metric sums and the gradient norm before clipping.
+
+    The loss is the sum over all packs divided by the sum of weights over all packs: a mean of per-pack means would
+    give tokens of packs with few supervised tokens a larger weight.
+    """
+    sums = BlockSums.zero(state.config.block_size, state.device)
+    for pack in batch.packs:
+        sums += _accumulate(state, batch, pack, noise)
+    if not sums.weight > 0:
+        raise StoreError(
+            "a step has no supervised block",
+            where=f"step {batch.step}, samples {[s for pack in batch.packs for s in pack.samples][:20]}",
+            fix="raise --anchors-per-step or --packs-per-step, or plan the store with a larger --min-supervised",
+        )
+    parameters = [p for p in state.drafter.parameters() if p.grad is not None]
+    torch._foreach_div_([p.grad for p in parameters if p.grad is not None], float(sums.weight))
+    grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, state.config.clip_norm))
+    if not torch.isfinite(torch.tensor(grad_norm)):
+        raise StoreError(
+            "the gradient is not finite; nothing was updated",
+            where=f"step {batch.step}, samples {[s for pack in batch.packs for s in pack.samples][:20]}",
+            got=f"loss {sums.mean_loss}, gradient norm {grad_norm}",
+            fix="check these samples with `dflash-cache show`, lower --lr, or train with --precision fp32",
+        )
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    return sums, grad_norm
+
+
+def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float) -> BlockSums:
+    """Forward and backward of one pack; adds the gradient of its weighted loss sum to the parameters."""
+    config, device = state.config, state.device
+    chosen = sample_anchors(
+        pack.loss_mask.numpy(),
+        pack.cu_seqlens.numpy(),
+        pack.samples,
+        seed=config.seed,
+        step=batch.step,
+        anchors_per_supervised=config.anchors_per_step / max(batch.supervised, 1),
+    )
+    if len(chosen) == 0:
+        return BlockSums.zero(config.block_size, device)
+    anchors, cu_seqlens, input_ids, loss_mask = (
+        tensor.to(device, non_blocking=True)
+        for tensor in (torch.from_numpy(chosen), pack.cu_seqlens, pack.input_ids, pack.loss_mask)
+    )
+    features = pack.features.to(device, non_blocking=True).to(state.compute_dtype) * state.feature_scale
+    if noise > 0:
+        features = add_noise(
+            features,
+            pack.cu_seqlens,
+            pack.samples,
+            scale=noise,
+            unit=state.noise_unit,
+            seed=config.seed,
+            step=batch.step,
+        )
+    targets = block_targets(anchors, input_ids, loss_mask, cu_seqlens, config.block_size)
+    embeds = state.embed(block_tokens(anchors, input_ids, config.block_size, config.mask_token_id))
+    layout = BlockLayout(anchors, cu_seqlens, config.block_size)
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+        hidden = state.drafter(embeds, state.drafter.context(features), layout)
+    weights = decay_weights(targets.valid, config.slot_gamma)
+    output = block_loss(hidden, targets.labels, weights, state.head)
+    torch.autograd.backward(output.loss)
+    return output.sums
+
+
+def _snapshot(state: TrainingState) -> Checkpoint:
+    return Checkpoint(
+        step=state.step,
+        weights=state.drafter.state_dict(),
+        feature_scale=state.feature_scale.float(),
+        optimizer=state.optimizer.state_dict(),
+        drafter=state.drafter_plain,
+        config=state.config_plain,
+        cursor=state.cursor,
+    )
+
+
+@dataclass
+class _LoadMeter:
+    """Turns the loader's running totals into what happened since the last console line."""
+
+    packs_read: int = 0
+    wait_seconds: float = 0.0
+
+    def since_last(self, loader: Loader) -> LoaderLoad:
+        stats: Any = loader.stats()
+        load = LoaderLoad(
+            packs_read=stats.packs_read - self.packs_read,
+            read_ahead=stats.q_read,
+            packs_ready=stats.q_pack,
+            wait_seconds=stats.wait_seconds - self.wait_seconds,
+        )
+        self.packs_read, self.wait_seconds = stats.packs_read, stats.wait_seconds
+        return load

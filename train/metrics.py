@@ -1,0 +1,123 @@
+"""What a training run says: one JSON line per step, and the console line that scripts parse."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step, over all its packs."""
+
+    step: int
+    """Steps done, this one included."""
+    epoch: float
+    """Passes over the data after this step."""
+    loss: float
+    """Weighted mean negative log-likelihood of the labels, nats."""
+    acc: float
+    """Share of supervised slots whose arg-max is the label."""
+    streak: float
+    """Expected accepted tokens of a block + 1."""
+    lr: float
+    noise: float
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Context tokens of the step."""
+    blocks: int
+    slots: int
+    """Supervised slots."""
+    seconds: float
+    """Wall clock of the step, waiting for data included."""
+
+
+class MetricsFile:
+    """metrics.jsonl of a run. Opening it at a step drops every later line, so a resumed curve has no doubles."""
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        kept = []
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _step_of(line, path) <= last_step]
+        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Adds one line."""
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _step_of(line: str, path: Path) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        # A kill in mid-write leaves a torn last line; it belongs to a step that is computed again.
+        return float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderLoad:
+    """State of the loader's queues since the last console line."""
+
+    packs_read: int
+    read_ahead: int
+    """Samples read and waiting."""
+    packs_ready: int
+    wait_seconds: float
+    """Time the drafter stood still for data."""
+
+
+class Console:
+    """Formats the console line. Rates cover the time since the previous line."""
+
+    def __init__(self, *, total_steps: int, start_step: int) -> None:
+        self._total = total_steps
+        self._first = start_step
+        self._start = self._last = time.monotonic()
+        self._packs = self._tokens = 0
+
+    def count(self, *, packs: int, tokens: int) -> None:
+        """Counts what a step consumed."""
+        self._packs += packs
+        self._tokens += tokens
+
+    def line(self, metrics: StepMetrics, load: LoaderLoad) -> str:
+        """`[hh:mm:ss] step=N loss=X ... ETA=G`; hh:mm:ss is the time since the start of this process."""
+        now = time.monotonic()
+        seconds = max(now - self._last, 1e-9)
+        done = metrics.step - self._first
+        left = (self._total - metrics.step) * (now - self._start) / done if done else 0.0
+        text = (
+            f"[{_clock(now - self._start)}] step={metrics.step} loss={metrics.loss:.4f} acc={metrics.acc:.4f} "
+            f"streak={metrics.streak:.3f} lr={metrics.lr:.2e} noise={metrics.noise:.3f} | "
+            f"rd={load.packs_read / seconds:.2f} b/s dft={self._packs / seconds:.2f} b/s "
+            f"({self._tokens / seconds / 1000:.2f} Ktok/s) | q_read=[{load.read_ahead}] "
+            f"q_pack=[{load.packs_ready}] wait={100 * load.wait_seconds / seconds:.1f}% | "
+            f"epoch~{metrics.epoch:.2f} ETA={_clock(left)}"
+        )
+        self._last, self._packs, self._tokens = now, 0, 0
+        return text
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def read_metrics(path: Path) -> list[Mapping[str, float]]:
+    """All lines of a metrics.jsonl, in order."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,289 @@
+"""The threads behind the loader: a planner that walks the steps, readers that fill packs sample by sample.
+
+The plan of packs is known far ahead, so nothing here decides an order. Thread counts and read-ahead change when a
+sample is read, never what a step holds.
+
+Letters as in `batches`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache_tools.errors import StoreError
+from cache_tools.packs import PackCursor, PackPlan
+from cache_tools.reader import Store
+from train.batches import LoaderStats, Pack, StepBatch
+
+# A rank that never gets a pack would otherwise plan without end.
+_MAX_STEPS_AHEAD: Final = 64
+
+
+class _Buffer:
+    """Memory for the features of one pack, as bfloat16 and as the bit patterns that the store delivers."""
+
+    def __init__(self, token_budget: int, num_layers: int, hidden_size: int) -> None:
+        # Pinned memory, so that the copy to the GPU can overlap with computing.
+        self.features = torch.empty(
+            token_budget, num_layers, hidden_size, dtype=torch.bfloat16, pin_memory=torch.cuda.is_available()
+        )
+        self.bits: NDArray[np.uint16] = self.features.view(torch.int16).numpy().view(np.uint16)  # [T max, F, H]
+
+
+@dataclass(eq=False)
+class _OpenPack:
+    """A pack that is being read."""
+
+    samples: NDArray[np.int64]  # [D]
+    offsets: NDArray[np.int64]  # [D + 1]
+    buffer: _Buffer
+    input_ids: NDArray[np.int64]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T]
+    num_missing: int  # samples not read yet
+    errors: dict[int, BaseException] = field(default_factory=dict)  # by position in the pack
+
+    def finish(self) -> Pack:
+        num_tokens = len(self.input_ids)
+        starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        return Pack(
+            samples=tuple(self.samples.tolist()),
+            cu_seqlens=torch.from_numpy(self.offsets.astype(np.int32)),
+            input_ids=torch.from_numpy(self.input_ids),
+            loss_mask=torch.from_numpy(self.loss_mask),
+            positions=torch.from_numpy(np.arange(num_tokens) - starts),
+            features=self.buffer.features[:num_tokens].flatten(1),
+        )
+
+
+@dataclass(frozen=True)
+class _OpenStep:
+    """A step whose packs are being read."""
+
+    step: int
+    epoch: float
+    packs: list[_OpenPack]
+    supervised: int
+    tokens: int
+    state: dict[str, int | str]
+
+
+class ReadAhead:
+    """The threads and what they share. Knows nothing of the loader, so that a forgotten loader can be collected.
+
+    Every field from `_steps` on is guarded by `_changed`. Buffers: enough for the step in the consumer's hands
+    and at least one more, so that whoever waits, another can go on.
+    """
+
+    def __init__(
+        self, store: Store, plan: PackPlan, layer_ids: Sequence[int], rank: int, world_size: int, prefetch_bytes: int
+    ) -> None:
+        self._store, self._plan, self._layer_ids = store, plan, list(layer_ids)
+        self._rank, self._world_size = rank, world_size
+        self._lengths = store.samples.length
+        self._supervised = store.samples.supervised
+        self._row_bytes = len(self._layer_ids) * store.hidden_size * 2
+        packs_of_step = -(-plan.packs_per_step // world_size)
+        self._max_buffers = packs_of_step + max(1, prefetch_bytes // (plan.token_budget * self._row_bytes))
+
+        self._changed = threading.Condition()
+        self._steps: deque[_OpenStep] = deque()
+        self._unread: deque[tuple[_OpenPack, int]] = deque()
+        self._free: list[_Buffer] = []
+        self._num_buffers = 0
+        self._held: list[_Buffer] = []
+        self._plan_error: BaseException | None = None
+        self._closed = False
+        self._packs_read = self._samples_read = self._retries = self._read_bytes = 0
+        self._packs_taken = self._samples_taken = 0
+        self._wait_seconds = 0.0
+        self._threads: list[threading.Thread] = []
+
+    def start(self, cursor: PackCursor, num_threads: int) -> None:
+        jobs: list[Callable[[], None]] = [lambda: self._run_planner(cursor)] + [self._run_reader] * num_threads
+        for i, job in enumerate(jobs):
+            name = "loader-planner" if i == 0 else f"loader-reader-{i - 1}"
+            thread = threading.Thread(target=job, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def take(self) -> StepBatch | None:
+        """The next step, as soon as it is complete; None when closed. Gives the previous step's buffers back."""
+        begin = time.monotonic()
+        with self._changed:
+            self._free += self._held
+            self._held = []
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or self._next_is_complete())
+            self._wait_seconds += time.monotonic() - begin
+            if self._closed:
+                return None
+            if not self._steps:
+                assert self._plan_error is not None
+                raise self._plan_error
+            step = self._steps.popleft()
+            self._held = [pack.buffer for pack in step.packs]
+            self._packs_taken += len(step.packs)
+            self._samples_taken += sum(len(pack.samples) for pack in step.packs)
+            self._changed.notify_all()
+        for pack in step.packs:
+            self._raise_first_error(pack)
+        packs = [pack.finish() for pack in step.packs]
+        return StepBatch(step.step, step.epoch, packs, step.supervised, step.tokens, step.state)
+
+    def _next_is_complete(self) -> bool:
+        if not self._steps:
+            return self._plan_error is not None
+        return all(pack.num_missing == 0 for pack in self._steps[0].packs)
+
+    def _raise_first_error(self, pack: _OpenPack) -> None:
+        if not pack.errors:
+            return
+        position = min(pack.errors)
+        error = pack.errors[position]
+        if isinstance(error, OSError):
+            raise StoreError(
+                "A sample could not be read, at the second attempt either.",
+                where=f"{self._store.path}, sample {pack.samples[position]}",
+                got=error,
+                fix="check that the disk is mounted and healthy, then run the same command again to resume",
+            ) from error
+        raise error
+
+    def stats(self) -> LoaderStats:
+        with self._changed:
+            return LoaderStats(
+                packs_read=self._packs_read,
+                read_bytes=self._read_bytes,
+                wait_seconds=self._wait_seconds,
+                retries=self._retries,
+                q_read=self._samples_read - self._samples_taken,
+                q_pack=self._packs_read - self._packs_taken,
+            )
+
+    def _run_planner(self, cursor: PackCursor) -> None:
+        try:
+            while True:
+                packs, after = self._plan.step(cursor)
+                opened = self._open_packs(packs[self._rank :: self._world_size])
+                if opened is None or not self._publish(self._describe(cursor, packs, opened, after)):
+                    return
+                cursor = after
+        except BaseException as error:  # handed to the consumer
+            with self._changed:
+                self._plan_error = error
+                self._changed.notify_all()
+
+    def _publish(self, step: _OpenStep) -> bool:
+        """Append the step to what the consumer will get; False when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._steps) < _MAX_STEPS_AHEAD)
+            self._steps.append(step)
+            self._changed.notify_all()
+            return not self._closed
+
+    def _describe(
+        self, cursor: PackCursor, packs: list[NDArray[np.int64]], opened: list[_OpenPack], after: PackCursor
+    ) -> _OpenStep:
+        whole = np.concatenate(packs)
+        return _OpenStep(
+            step=cursor.step,
+            epoch=self._plan.epochs_done(after),
+            packs=opened,
+            supervised=int(self._supervised[whole].sum()),
+            tokens=int(self._lengths[whole].sum()),
+            state=self._plan.state(after),
+        )
+
+    def _open_packs(self, packs: list[NDArray[np.int64]]) -> list[_OpenPack] | None:
+        """Hand samples to the readers, pack by pack as buffers become free; None when closed."""
+        opened = []
+        for samples in packs:
+            buffer = self._free_buffer()
+            if buffer is None:
+                return None
+            opened.append(self._open_pack(samples, buffer))
+        return opened
+
+    def _open_pack(self, samples: NDArray[np.int64], buffer: _Buffer) -> _OpenPack:
+        offsets = np.concatenate([[0], np.cumsum(self._lengths[samples])]).astype(np.int64)
+        num_tokens = int(offsets[-1])
+        pack = _OpenPack(
+            samples=samples,
+            offsets=offsets,
+            buffer=buffer,
+            input_ids=np.empty(num_tokens, np.int64),
+            loss_mask=np.empty(num_tokens, np.bool_),
+            num_missing=len(samples),
+        )
+        with self._changed:
+            self._unread += [(pack, position) for position in range(len(samples))]
+            self._changed.notify_all()
+        return pack
+
+    def _free_buffer(self) -> _Buffer | None:
+        """A buffer nobody uses, waiting for one if need be; None when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._free or self._num_buffers < self._max_buffers)
+            if self._closed:
+                return None
+            if self._free:
+                return self._free.pop()
+            self._num_buffers += 1
+        return _Buffer(self._plan.token_budget, len(self._layer_ids), self._store.hidden_size)
+
+    def _run_reader(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._unread)
+                if self._closed:
+                    return
+                pack, position = self._unread.popleft()
+            self._read_sample(pack, position)
+
+    def _read_sample(self, pack: _OpenPack, position: int) -> None:
+        """Read one sample into its rows of the pack. A transient fault of the disk gets a second attempt."""
+        error: BaseException | None = None
+        retried = False
+        try:
+            try:
+                self._fill(pack, position)
+            except (StoreError, OSError):
+                retried = True
+                self._fill(pack, position)
+        except BaseException as caught:  # handed to the consumer
+            error = caught
+        with self._changed:
+            if error is not None:
+                pack.errors[position] = error
+            elif retried:
+                self._retries += 1
+            pack.num_missing -= 1
+            self._samples_read += 1
+            self._packs_read += pack.num_missing == 0
+            self._read_bytes += int(pack.offsets[position + 1] - pack.offsets[position]) * self._row_bytes
+            if pack.num_missing == 0:
+                self._changed.notify_all()
+
+    def _fill(self, pack: _OpenPack, position: int) -> None:
+        sample = int(pack.samples[position])
+        rows = slice(int(pack.offsets[position]), int(pack.offsets[position + 1]))
+        pack.input_ids[rows], pack.loss_mask[rows] = self._store.read_tokens(sample)
+        self._store.read_hidden(sample, self._layer_ids, out=pack.buffer.bits[rows])

@@ -1,0 +1,268 @@
+"""The state of a training run: store, drafter, optimizer and position, fresh or from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from cache_tools.errors import CheckpointError, ConfigError, StoreError
+from cache_tools.reader import Store
+from cache_tools.settings import flag_name, to_plain
+from train import checkpoint as checkpoints
+from train.checkpoint import Checkpoint
+from train.config import RESUMABLE_CHANGES, TrainConfig
+from train.drafter import DFlashDrafter
+from train.drafter_config import DrafterConfig
+from train.features import channel_rms
+from train.loader import Loader, pack_plan
+from train.objective import OutputHead
+from train.target_parts import TargetParts
+from train.warm_start import copy_last_layers
+
+
+@dataclass
+class TrainingState:
+    """Everything the loop touches. `step` and `cursor` move on; the rest stays."""
+
+    config: TrainConfig
+    config_plain: dict[str, Any]
+    store: Store
+    layer_ids: tuple[int, ...]
+    device: torch.device
+    drafter: DFlashDrafter
+    drafter_plain: dict[str, Any]
+    embedding: Tensor
+    """[V, H], frozen."""
+    head: OutputHead
+    optimizer: torch.optim.AdamW
+    feature_scale: Tensor
+    """[F*H]; context features are multiplied by it, and export folds it into `fc`."""
+    noise_unit: Tensor
+    """[F*H]; RMS of the scaled features of each layer."""
+    total_steps: int
+    step: int
+    """Optimizer steps done."""
+    saved_step: int | None
+    """Step of the newest checkpoint."""
+    cursor: dict[str, Any]
+    """Where the next step's packs begin; empty at the very start."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of activations outside autocast."""
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., H] of token ids [...] in the compute type."""
+        return torch.nn.functional.embedding(tokens, self.embedding).to(self.compute_dtype)
+
+    def must_save(self) -> bool:
+        """True before a step that a checkpoint is due for, and when all steps are done. Remembers that it was asked."""
+        due = self.step == self.total_steps or (self.step > 0 and self.step % self.config.checkpoint_every == 0)
+        due = due and self.step != self.saved_step
+        if due:
+            self.saved_step = self.step
+        return due
+
+    def open_loader(self) -> Loader:
+        """A loader that starts at `cursor`."""
+        return Loader(
+            self.store,
+            layer_ids=self.layer_ids,
+            seed=self.config.seed,
+            token_budget=self.config.token_budget,
+            packs_per_step=self.config.packs_per_step,
+            start_state=self.cursor or None,
+            prefetch_bytes=self.config.prefetch_mb * 1_000_000,
+            num_threads=self.config.reader_threads,
+        )
+
+
+def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
+    """Opens the store and builds the drafter; continues from the newest checkpoint of `config.out` if there is one.
+
+    Raises ConfigError, StoreError or CheckpointError, naming every setting that does not fit.
+    """
+    store = Store.open(config.store)
+    store.require_complete()
+    device = pick_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    newest = checkpoints.latest(config.out)
+    previous = checkpoints.load(newest) if newest is not None else None
+    config_plain = {**to_plain(config), "store_fingerprint": store_fingerprint(store)}
+    if previous is not None:
+        _refuse_changes(previous, config_plain)
+
+    layer_ids = _layer_ids(config, store)
+    drafter_config = drafter_config_for(config, store, layer_ids)
+    drafter = DFlashDrafter(drafter_config, seed=config.seed)
+    scale, unit = _feature_scale(config, store, layer_ids)
+    total_steps = _total_steps(config, store)
+    say(_describe(config, store, drafter, layer_ids, total_steps))
+    if previous is not None:
+        drafter.load_state_dict(previous.weights)
+        scale = previous.feature_scale
+        say(f"resuming at step {previous.step} of {total_steps} from {newest}")
+    elif config.init_target is not None:
+        copied = copy_last_layers(drafter, config.init_target, drafter_config.num_target_layers)
+        say(f"{len(copied)} tensors start as those of the target's last layers")
+    drafter.to(device)
+    optimizer = _optimizer(config, drafter)
+    if previous is not None:
+        optimizer.load_state_dict(previous.optimizer)
+    _write_config(config, config_plain)
+
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    parts = TargetParts.from_store(store, device=device, dtype=dtype)
+    return TrainingState(
+        config=config,
+        config_plain=config_plain,
+        store=store,
+        layer_ids=layer_ids,
+        device=device,
+        drafter=drafter,
+        drafter_plain=dataclasses.asdict(drafter_config),
+        embedding=parts.embedding,
+        head=_head(config, store, parts),
+        optimizer=optimizer,
+        feature_scale=scale.to(device, dtype),
+        noise_unit=unit.to(device),
+        total_steps=total_steps,
+        step=previous.step if previous is not None else 0,
+        saved_step=previous.step if previous is not None else None,
+        cursor=previous.cursor if previous is not None else {},
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one. Raises ConfigError for a cuda that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device", got="--device cuda", fix="use --device cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def store_fingerprint(store: Store) -> str:
+    """Changes when the store holds other states or samples: resumption must not mix two stores."""
+    target = store.manifest.target
+    return f"{target.weights_sha256}:{store.manifest.layout.num_rows}:{store.num_samples}:{store.num_tokens}"
+
+
+def drafter_config_for(config: TrainConfig, store: Store, layer_ids: tuple[int, ...]) -> DrafterConfig:
+    """The drafter's shape: the target's where a flag does not say otherwise."""
+    target_config = json.loads(store.target_file("config.json").read_text(encoding="utf-8"))
+    num_layers = config.num_draft_layers or len(layer_ids)
+    if config.num_sliding_layers > num_layers:
+        raise ConfigError(
+            "more sliding layers than draft layers",
+            got=f"--num-sliding-layers {config.num_sliding_layers}",
+            expected=f"at most {num_layers}",
+        )
+    num_full = num_layers - config.num_sliding_layers
+    return DrafterConfig.for_target(
+        target_config,
+        num_layers=num_layers,
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=layer_ids,
+        layer_types=("sliding_attention",) * config.num_sliding_layers + ("full_attention",) * num_full,
+        sliding_window=config.sliding_window if config.num_sliding_layers else None,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def _layer_ids(config: TrainConfig, store: Store) -> tuple[int, ...]:
+    chosen = config.layer_ids or store.layer_ids
+    missing = [i for i in chosen if i not in store.layer_ids]
+    if missing:
+        raise StoreError(
+            "the store lacks layers that the drafter should tap",
+            where=store.path,
+            got=f"--layer-ids {list(chosen)}",
+            expected=f"some of {list(store.layer_ids)}",
+            fix="choose among these, or precompute a store with the others",
+        )
+    return tuple(chosen)
+
+
+def _feature_scale(config: TrainConfig, store: Store, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(scale, noise unit), float32 [F*H] each."""
+    usable = np.setdiff1d(np.arange(store.num_samples), np.fromiter(store.rejected, np.int64))
+    rms = channel_rms(store, layer_ids, usable)
+    if config.whiten:
+        return (1.0 / rms).flatten(), torch.ones(rms.numel())
+    layer_rms = rms.square().mean(dim=1, keepdim=True).sqrt().expand_as(rms)
+    return torch.ones(rms.numel()), layer_rms.flatten().contiguous()
+
+
+def _total_steps(config: TrainConfig, store: Store) -> int:
+    if config.steps is not None:
+        return config.steps
+    plan = pack_plan(store, seed=config.seed, token_budget=config.token_budget, packs_per_step=config.packs_per_step)
+    return plan.num_steps(config.epochs)
+
+
+def _head(config: TrainConfig, store: Store, parts: TargetParts) -> OutputHead:
+    if config.loss_vocab == "full":
+        return OutputHead(parts.lm_head)
+    seen = np.zeros(parts.lm_head.shape[0], bool)
+    for sample in range(store.num_samples):
+        ids, mask = store.read_tokens(sample)
+        seen[ids[mask]] = True
+    return OutputHead.restricted(parts.lm_head, torch.from_numpy(np.flatnonzero(seen)).to(parts.lm_head.device))
+
+
+def _optimizer(config: TrainConfig, drafter: DFlashDrafter) -> torch.optim.AdamW:
+    matrices = [p for p in drafter.parameters() if p.ndim >= 2]
+    vectors = [p for p in drafter.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def _refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:
+    before = json.loads(json.dumps(previous.config))
+    current = json.loads(json.dumps(now))
+    changed = [
+        f"{flag_name(name)}: {before.get(name)!r} -> {value!r}"
+        for name, value in current.items()
+        if name not in RESUMABLE_CHANGES and before.get(name) != value
+    ]
+    if changed:
+        raise CheckpointError(
+            "this run began with other settings",
+            where=now["out"],
+            got="; ".join(changed),
+            expected="the settings in its config.yaml",
+            fix="use the old settings, or another --out for a new run",
+        )
+
+
+def _describe(config: TrainConfig, store: Store, drafter: DFlashDrafter, layers: tuple[int, ...], steps: int) -> str:
+    parameters = sum(p.numel() for p in drafter.parameters())
+    return (
+        f"{store.num_samples:,} samples, {store.num_tokens:,} tokens; drafter: {drafter.config.num_hidden_layers} "
+        f"layers, {parameters / 1e6:.1f} M parameters, block {config.block_size}, taps {list(layers)}; {steps} steps"
+    )
+
+
+def _write_config(config: TrainConfig, plain: dict[str, Any]) -> None:
+    config.out.mkdir(parents=True, exist_ok=True)
+    settings = {name: value for name, value in plain.items() if name != "store_fingerprint"}
+    temporary = config.out / f".tmp-{os.getpid()}-config.yaml"
+    temporary.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    os.replace(temporary, config.out / "config.yaml")

@@ -1,0 +1,40 @@
+"""What a finished run amounts to, from its metrics file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from train.metrics import read_metrics
+
+NUM_AVERAGED_STEPS = 20
+
+
+def summarize(run: Path) -> dict[str, Any]:
+    """Writes and returns `summary.json`: steps, tokens, seconds, tokens_per_second, first_loss and last_loss.
+
+    The losses are means over the first and the last `NUM_AVERAGED_STEPS` steps, nats. Time counts training steps
+    only, those of interrupted earlier processes included.
+    """
+    lines = read_metrics(run / "metrics.jsonl")
+    seconds = sum(line["seconds"] for line in lines)
+    tokens = sum(line["tokens"] for line in lines)
+    losses = [line["loss"] for line in lines]
+    summary = {
+        "steps": len(lines),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "first_loss": _mean(losses[:NUM_AVERAGED_STEPS]),
+        "last_loss": _mean(losses[-NUM_AVERAGED_STEPS:]),
+    }
+    temporary = run / f".tmp-{os.getpid()}-summary.json"
+    temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    os.replace(temporary, run / "summary.json")
+    return summary
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

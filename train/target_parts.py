@@ -1,0 +1,57 @@
+"""What a drafter borrows from its target: embedding, output head and final norm, as the store keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache_tools.reader import Store
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """Frozen weights of the target. V = vocabulary, H = hidden size."""
+
+    embedding: Tensor
+    """[V, H] input embedding."""
+    lm_head: Tensor
+    """[V, H] output head; the same tensor as `embedding` when the target ties them."""
+    norm_weight: Tensor
+    """[H] weight of the final norm as stored; see `norm`."""
+    norm_eps: float
+    norm_adds_one: bool
+    """The norm multiplies by 1 + weight (Qwen3.5) instead of by weight."""
+
+    @classmethod
+    def from_store(
+        cls, store: Store, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> TargetParts:
+        """Reads the parts to a device and dtype. Raises StoreError when the store has no target weights yet."""
+        attributes = store.target_attributes
+        embedding = _tensor(store.target_array("embed_tokens"), device, dtype)
+        return cls(
+            embedding=embedding,
+            lm_head=embedding if attributes.tied else _tensor(store.target_array("lm_head"), device, dtype),
+            norm_weight=_tensor(store.target_array("final_norm"), device, torch.float32),
+            norm_eps=attributes.norm_eps,
+            norm_adds_one=attributes.norm_kind == "one_plus_weight",
+        )
+
+    def norm(self, last_hidden: Tensor) -> Tensor:
+        """The target's final RMSNorm, computed in float32: output of its last layer [..., H] -> input of its head."""
+        wide = last_hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm_eps)
+        weight = self.norm_weight + 1 if self.norm_adds_one else self.norm_weight
+        return (wide * scale * weight).to(last_hidden.dtype)
+
+
+def _tensor(stored: NDArray[Any], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Stored uint16 bfloat16 bit patterns, or float32 values, as a tensor."""
+    if stored.dtype == np.uint16:
+        return torch.from_numpy(stored).view(torch.bfloat16).to(device=device, dtype=dtype)
+    return torch.from_numpy(stored).to(device=device, dtype=dtype)
