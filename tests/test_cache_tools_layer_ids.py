@@ -36,7 +36,7 @@ def test_taps_are_distinct_ascending_layers_of_the_target_or_refused(
         assert num_draft_layers > 1 and num_target_layers < num_draft_layers + 3
         return
     assert len(ids) == num_draft_layers and list(ids) == sorted(set(ids))
-    assert 0 <= ids[0] and ids[-1] <= max(num_target_layers - 3, num_target_layers // 2)
+    assert ids[0] >= 0 and ids[-1] <= max(num_target_layers - 3, num_target_layers // 2)
 
 
 def test_no_draft_layer_is_refused() -> None:

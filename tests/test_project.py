@@ -6,6 +6,7 @@ import ast
 import email
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cache_tools", "precompute", "train")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("*.py"))
-HEAVY = {"torch", "transformers", "zarr", "numcodecs", "numpy", "pyarrow", "triton", "flash_attn", "tensorstore"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "zarr",
+    "numcodecs",
+    "numpy",
+    "pyarrow",
+    "triton",
+    "flash_attn",
+    "tensorstore",
+}
 MAY_IMPORT = {
     "cache_tools": {"cache_tools"},
     "precompute": {"precompute", "cache_tools"},
@@ -57,7 +68,11 @@ def test_packages_import_only_what_the_design_allows(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_only_cli_prints_parses_or_exits(path: Path) -> None:
-    if path.name in ("cli.py", "settings.py", "progress.py"):  # settings builds the flags, progress draws the bar
+    if path.name in (
+        "cli.py",
+        "settings.py",
+        "progress.py",
+    ):  # settings builds the flags, progress draws the bar
         return
     text = path.read_text(encoding="utf-8")
     assert "click" not in {module.split(".")[0] for module, _ in imports(path)}
@@ -136,8 +151,14 @@ def test_help_takes_under_300_ms_of_cpu_and_imports_nothing_heavy(command: tuple
 
 def test_wheel_holds_exactly_the_three_packages(tmp_path: Path) -> None:
     # Built from the installed setuptools: an isolated build would need the network.
+    # In a copy: the build leaves folders behind.
     environment = {**os.environ, "PYTHONPATH": ""}
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    source = tmp_path / "source"
+    for package in (*PACKAGES, "tests", "examples"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     done = subprocess.run(build, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")

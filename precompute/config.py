@@ -1,0 +1,131 @@
+"""Settings of `dflash-precompute`: one frozen dataclass, shared by `plan` and `run`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cache_tools.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecomputeConfig:
+    """What to read, how to tokenise it, which layers of the target to keep, and how to run the target."""
+
+    target: Path
+    """Folder of the target model: config.json, tokenizer, and (for `run`) weights."""
+
+    data: tuple[Path, ...]
+    """Conversations: .jsonl, .jsonl.gz, .json or .parquet files, folders of them, or a saved `datasets` folder."""
+
+    store: Path | None = None
+    """Folder of the hidden-state store. `plan` without it only reports."""
+
+    num_draft_layers: int = 5
+    """Layers of the drafter to be trained; decides which target layers are kept unless --layer-ids is given."""
+
+    layer_ids: tuple[int, ...] | None = None
+    """0-based target layers whose outputs are kept, ascending."""
+
+    max_length: int = 4096
+    """Longest sample in tokens."""
+
+    on_long: Literal["truncate", "skip"] = "truncate"
+    """What to do with a longer row: keep its first tokens, or skip it."""
+
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are supervised: the assistant's content and end token, or every token."""
+
+    template_args: tuple[str, ...] = ()
+    """Variables for the chat template as NAME=JSON, for example enable_thinking=false."""
+
+    min_supervised: int = 2
+    """Skip rows with fewer supervised tokens than this."""
+
+    limit: int | None = None
+    """Keep only the first N usable rows."""
+
+    codec: Literal["bf16", "raw"] = "bf16"
+    """How hidden states are stored: losslessly compressed bfloat16, or uncompressed."""
+
+    chunk_rows: int = 64
+    """Tokens per chunk, the smallest part of the store that is read or checked by itself."""
+
+    shard_mb: int = 256
+    """Size of one shard object before compression, in MB."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision in which the target runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the target runs; auto takes all visible GPUs if there are any."""
+
+    workers: int | None = None
+    """Processes that run the target. Default: one per GPU, or one on the CPU."""
+
+    batch_tokens: int = 16384
+    """Most tokens (padding included) in one forward pass; a longer single sample runs alone."""
+
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of the target."""
+
+    on_bad: Literal["fail", "skip"] = "fail"
+    """What to do with a sample whose hidden states are NaN, Inf, all zero or constant."""
+
+    threads: int | None = None
+    """CPU threads for all workers together. Default: all cores."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ConfigError("no data given", fix="pass --data FILE, once per file or folder")
+        for name in ("num_draft_layers", "max_length", "min_supervised", "chunk_rows", "shard_mb", "batch_tokens"):
+            self._require_positive(name)
+        for name in ("limit", "workers", "threads"):
+            if getattr(self, name) is not None:
+                self._require_positive(name)
+        if self.min_supervised > self.max_length:
+            raise ConfigError(
+                "no row can pass: min_supervised is larger than max_length",
+                got=f"min_supervised={self.min_supervised}, max_length={self.max_length}",
+            )
+        if self.attention == "flash_attention_2" and self.dtype != "bfloat16":
+            raise ConfigError("flash_attention_2 needs --dtype bfloat16", got=f"--dtype {self.dtype}")
+        parse_template_args(self.template_args)
+
+    def _require_positive(self, name: str) -> None:
+        if getattr(self, name) < 1:
+            raise ConfigError(f"{name} must be at least 1", got=getattr(self, name))
+
+    def plan_settings(self) -> dict[str, Any]:
+        """The settings that decide which tokens are stored and where, as JSON values for the manifest."""
+        return {
+            "max_length": self.max_length,
+            "on_long": self.on_long,
+            "loss_on": self.loss_on,
+            "template_args": [
+                f"{k}={json.dumps(v)}" for k, v in sorted(parse_template_args(self.template_args).items())
+            ],
+            "min_supervised": self.min_supervised,
+            "limit": self.limit,
+            "shard_mb": self.shard_mb,
+        }
+
+
+def parse_template_args(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """`("enable_thinking=false",)` -> `{"enable_thinking": False}`. Raises ConfigError naming the bad pair."""
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        try:
+            if not equals or not name.isidentifier():
+                raise ValueError(pair)
+            parsed[name] = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                "a template argument is not NAME=JSON",
+                got=repr(pair),
+                expected='for example enable_thinking=false or date="1 May 2026"',
+            ) from error
+    return parsed

@@ -1,0 +1,121 @@
+"""What a plan amounts to, in numbers, and whether it fits on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.errors import StoreError
+from cache_tools.manifest import Manifest
+from precompute.planning import Plan, Tokenised
+
+# Hidden states of trained targets shrink to 1/1.3 .. 1/1.45 with byte shuffle and zstd; an estimate, not a promise.
+EXPECTED_RATIO = 1.35
+SAFETY = 1.1
+_EXAMPLES_PER_REASON = 5
+_BYTES_PER_VALUE = 2
+_BYTES_PER_TOKEN_COLUMNS = 5  # int32 id and uint8 mask
+_QUANTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
+    """All numbers of a plan as JSON values; `free_bytes` and `fits` only if it is known where the store goes."""
+    manifest, samples = plan.manifest, plan.tokenised.samples
+    lengths, supervised = samples.length, int(samples.supervised.sum())
+    size = store_size(manifest, lengths)
+    report: dict[str, Any] = {
+        "target": manifest.target.name,
+        "layer_ids": list(manifest.layer_ids),
+        "hidden_size": manifest.target.hidden_size,
+        "codec": manifest.codec,
+        "samples": manifest.layout.num_samples,
+        "tokens": manifest.layout.num_tokens,
+        "supervised": supervised,
+        "supervised_share": round(supervised / manifest.layout.num_tokens, 6),
+        "lengths": {name: int(np.percentile(lengths, q, method="lower")) for name, q in _QUANTILES.items()},
+        "duplicates": int(len(samples) - len(np.unique(samples.content_id, axis=0))),
+        "shards": manifest.layout.num_shards,
+        "bytes_per_token": {k: round(size[k] / manifest.layout.num_tokens, 1) for k in ("uncompressed", "expected")},
+        "bytes": size,
+        "sources": [
+            {"name": source.name, "rows": source.num_rows, "samples": source.num_samples}
+            for source in manifest.data.sources
+        ],
+        "skipped": manifest.data.skipped,
+        "skipped_examples": _skipped_examples(plan.tokenised),
+    }
+    if store is not None:
+        report["free_bytes"] = free_bytes(store)
+        report["fits"] = size["needed"] <= report["free_bytes"]
+    return report
+
+
+def store_size(manifest: Manifest, lengths: NDArray[Any]) -> dict[str, int]:
+    """Bytes of a complete store with samples of these lengths.
+
+    `uncompressed` and `expected` are the hidden states; `needed` is everything, with a margin where it is estimated.
+    """
+    target = manifest.target
+    row_bytes = len(manifest.layer_ids) * target.hidden_size * _BYTES_PER_VALUE
+    uncompressed = manifest.layout.num_tokens * row_bytes
+    value_bytes = 4 if target.dtype == "float32" else _BYTES_PER_VALUE
+    target_bytes = 2 * target.vocab_size * target.hidden_size * value_bytes  # embedding and head, if not tied
+    columns = manifest.layout.num_tokens * _BYTES_PER_TOKEN_COLUMNS
+    if manifest.codec == "raw":
+        chunk_rows = manifest.layout.chunk_rows
+        expected = int((-(-lengths // chunk_rows) * chunk_rows).sum()) * row_bytes  # whole chunks are written
+        hidden_needed = expected
+    else:
+        expected = int(uncompressed / EXPECTED_RATIO)
+        hidden_needed = int(expected * SAFETY)
+    return {
+        "uncompressed": uncompressed,
+        "expected": expected,
+        "target": target_bytes,
+        "needed": hidden_needed + target_bytes + columns,
+    }
+
+
+def require_space(store: Path, needed: int, codec: str) -> None:
+    """Raises StoreError when fewer than `needed` bytes are free where `store` is or will be."""
+    free = free_bytes(store)
+    if needed > free:
+        basis = "" if codec == "raw" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
+        raise StoreError(
+            "the disk is too small for the store",
+            where=store,
+            got=f"{readable_bytes(free)} free",
+            expected=f"{readable_bytes(needed)} still to be written{basis}",
+            fix="free space, choose another disk with --store, or keep fewer layers or samples (--limit)",
+        )
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the disk of `path`, which need not exist yet."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def readable_bytes(count: int) -> str:
+    """Bytes for people: 1,234,567 -> "1.2 MB"."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1000:,.1f} kB"
+
+
+def _skipped_examples(tokenised: Tokenised) -> dict[str, list[str]]:
+    """The first few skipped rows of each reason."""
+    examples: dict[str, list[str]] = {}
+    for row in tokenised.skipped:
+        shown = examples.setdefault(row.reason, [])
+        if len(shown) < _EXAMPLES_PER_REASON:
+            name = f"{row.where} (id {row.row_id})" if row.row_id is not None else row.where
+            shown.append(f"{name}: {row.detail}" if row.detail else name)
+    return examples

@@ -1,0 +1,111 @@
+"""The thread that checks, encodes and writes finished batches while the target computes the next ones."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.errors import TargetError
+from cache_tools.integrity import find_bad_layer
+from cache_tools.reader import Store
+from cache_tools.writer import ShardWriter
+from precompute.transfer import HostCopy
+
+_WAITING_BATCHES = 1
+
+
+@dataclass(frozen=True)
+class FinishedBatch:
+    """Consecutive samples of one shard and their hidden states."""
+
+    shard: int
+    samples: range
+    states: HostCopy
+
+
+class ShardSink(AbstractContextManager["ShardSink"]):
+    """Takes the batches of whole shards in order and seals each shard behind its last sample.
+
+    `done` is called in the writing thread with the number of tokens of each batch that was taken in.
+    """
+
+    def __init__(self, store: Store, *, on_bad: Literal["fail", "skip"], done: Callable[[int], None]) -> None:
+        self._store, self._on_bad, self._done = store, on_bad, done
+        self._queue: queue.Queue[FinishedBatch | None] = queue.Queue(_WAITING_BATCHES)
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._thread = threading.Thread(target=self._work, name="shard-sink", daemon=True)
+        self._thread.start()
+
+    def put(self, batch: FinishedBatch) -> None:
+        """Hands over a batch; waits while the writer is behind. Raises what the writer has raised."""
+        self._queue.put(batch)
+        if self._error is not None:
+            raise self._error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cancelled = kind is not None
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None and kind is None:
+            raise self._error
+
+    def _work(self) -> None:
+        writer: ShardWriter | None = None
+        while (batch := self._queue.get()) is not None:
+            try:
+                if self._error is None and not self._cancelled:
+                    writer = self._write(batch, writer)
+            except BaseException as error:  # raised again by the thread that computes
+                self._error = error
+            finally:
+                batch.states.release()
+        if writer is not None:
+            writer.__exit__(None, None, None)  # not sealed: leaves nothing behind
+
+    def _write(self, batch: FinishedBatch, writer: ShardWriter | None) -> ShardWriter | None:
+        """Takes in one batch; returns the writer if its shard goes on."""
+        if writer is None:
+            writer = ShardWriter(self._store.path, self._store.manifest, batch.shard, self._store.samples)
+        layers = batch.states.wait()
+        first = 0
+        for sample in batch.samples:
+            end = first + int(self._store.samples.length[sample])
+            self._take_in(writer, sample, [layer[first:end] for layer in layers])
+            first = end
+        if batch.samples.stop == writer.samples.stop:
+            writer.seal()
+            writer.__exit__(None, None, None)
+            writer = None
+        self._done(first)
+        return writer
+
+    def _take_in(self, writer: ShardWriter, sample: int, layers: list[NDArray[np.uint16]]) -> None:
+        by_id = dict(zip(self._store.layer_ids, layers, strict=True))
+        for layer_id, bits in by_id.items():
+            reason = find_bad_layer(bits)
+            if reason is None:
+                continue
+            if self._on_bad == "fail":
+                source = self._store.manifest.data.sources[int(self._store.samples.source[sample])].name
+                raise TargetError(
+                    f"the target gave unusable hidden states for sample {sample}, layer {layer_id}: {reason}",
+                    where=f"{source}:{int(self._store.samples.row[sample]) + 1}",
+                    fix="check the target, its precision and attention; --on-bad skip leaves such samples out",
+                )
+            writer.reject(sample, layer_id, reason)
+            return
+        writer.append(sample, by_id)
