@@ -17,10 +17,10 @@ help:
 	@echo "make clean      remove .venv and everything the demo made"
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/smollm2/demo.py --out demo/short --config examples/smollm2/demo.yaml
+	$(BIN)/python examples/smollm2/demo.py --recipe short --out demo
 
 demo-long: $(VENV)/.demo
-	$(BIN)/python examples/smollm2/demo.py --out demo/long --config examples/smollm2/demo-long.yaml
+	$(BIN)/python examples/smollm2/demo.py --recipe long --out demo
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu"

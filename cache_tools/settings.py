@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import io
 import itertools
 import sys
 import textwrap
@@ -99,9 +100,7 @@ def load_config(config_class: type[ConfigT], path: Path | None, given: Mapping[s
     missing = [
         field.name
         for field in dataclasses.fields(config_class)  # type: ignore[arg-type]
-        if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
+        if field.name not in values and is_required(field)
     ]
     if missing:
         flags = ", ".join(flag_name(name) for name in missing)
@@ -125,11 +124,28 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def shown_default(field: dataclasses.Field[Any]) -> str:
+    """A field's default as one would write it on the command line; empty for none."""
+    default = field.default
+    if default is None or default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
 class CommandGroup(click.Group):
     """A click group whose commands report a DflashError as text with its exit code, never as a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the chosen command. Exit codes: 0 worked, 1 failed, 2 used wrongly, 130 interrupted."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # what cannot be encoded is shown escaped
         try:
             return super().invoke(ctx)
         except DflashError as error:
@@ -139,18 +155,19 @@ class CommandGroup(click.Group):
             # The reader of our output went away (`| head`): not an error, but Python would print one at exit.
             sys.stderr.close()
             ctx.exit(0)
+        except OSError as error:  # a name too long, a file gone, nowhere to print
+            click.echo(f"error: the operating system refuses\n  got: {error}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
         return None
 
 
 def _option(field: dataclasses.Field[Any], shape: _Shape, doc: str) -> Callable[[Any], Any]:
     flag = flag_name(field.name)
-    default = None if field.default is dataclasses.MISSING else field.default
-    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    if shape.repeated:
-        shown = ",".join(map(str, default)) if default else ""
-    else:
-        shown = "" if default is None else str(default).lower() if shape.scalar is bool else str(default)
-    note = "  [required]" if required else f"  [default: {shown}]" if shown else ""
+    shown = shown_default(field)
+    note = "  [required]" if is_required(field) else f"  [default: {shown}]" if shown else ""
     many = "  Repeat it." if shape.scalar is Path else "  Repeat it, or separate with commas."
     help_text = doc + (many if shape.repeated else "") + note
     if shape.scalar is bool:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plot import draw  # beside this file
+
 HERE = Path(__file__).resolve().parent
 # Scripts of the environment that runs this file, whether or not it is activated.
 SCRIPTS = Path(sys.executable).parent
@@ -49,6 +51,7 @@ class Demo:
         self.trained, self.untrained = out / recipe / "train", out / recipe / "untrained"
         self.exported = out / recipe / "drafter"
         self.reports = out / recipe / "reports"
+        self.picture = out / recipe / "demo.png"
 
     def run(self) -> None:
         """All stages, then the table."""
@@ -65,7 +68,7 @@ class Demo:
         ]
         precompute += ["--data", HERE / "train.jsonl"]
         execute("2/6 plan", [SCRIPTS / "dflash-precompute", "plan", *precompute])
-        report = self.report("precompute", ["dflash-precompute", "run", *precompute, "--json"], "3/6 precompute")
+        stored = self.report("precompute", ["dflash-precompute", "run", *precompute, "--json"], "3/6 precompute")
         train = ["--config", self.configs / "train.yaml", "--store", self.store, "--init-target", self.target]
         execute("4/6 train", [SCRIPTS / "dflash-train", "run", *train, "--out", self.trained])
         execute(
@@ -76,8 +79,8 @@ class Demo:
         speed = self.evaluate("speed", self.exported, "bfloat16", self.recipe["speed_prompts"])
         proof = self.evaluate("proof", self.exported, "float32", self.recipe["proof_prompts"])
         before = self.evaluate("untrained", self.untrained, "bfloat16", self.recipe["untrained_prompts"])
-        info = self.report("info", ["dflash-cache", "info", self.store, "--json"], "")
-        print_table(self.rows(report, info, speed, proof, before), seconds=time.monotonic() - start)
+        draw(self.trained / "metrics.jsonl", speed, before, self.picture)
+        print_table(self.rows(stored, speed, proof, before), seconds=time.monotonic() - start)
 
     def evaluate(self, name: str, drafter: Path, dtype: str, max_prompts: int) -> dict[str, Any]:
         command = ["dflash-train", "eval", "--target", self.target, "--drafter", drafter, "--dtype", dtype]
@@ -96,26 +99,16 @@ class Demo:
         return loaded
 
     def rows(
-        self,
-        precompute: Mapping[str, Any],
-        info: Mapping[str, Any],
-        speed: Mapping[str, Any],
-        proof: Mapping[str, Any],
-        before: Mapping[str, Any],
+        self, stored: Mapping[str, Any], speed: Mapping[str, Any], proof: Mapping[str, Any], before: Mapping[str, Any]
     ) -> list[tuple[str, str]]:
-        """(label, value) of every line of the table."""
-        summary = json.loads((self.trained / "summary.json").read_text(encoding="utf-8"))
-        raw = 2 * info["hidden_size"] * len(info["layer_ids"])
-        identical = f"{proof['identical']} of {proof['num_prompts']} identical"
+        """(label, value) of every line of the table, from the reports of the commands."""
+        trained = json.loads((self.trained / "summary.json").read_text(encoding="utf-8"))
         return [
-            ("tokens stored", f"{info['num_tokens']:,} in {info['num_samples']:,} conversations"),
-            (
-                "bytes per token",
-                f"{info['bytes_per_token']:,.0f} ({raw / info['bytes_per_token']:.2f}x smaller than bf16)",
-            ),
-            ("precompute", f"{precompute['tokens_per_second'] / 1000:.2f} Ktok/s"),
-            ("training", f"{summary['tokens_per_second'] / 1000:.2f} Ktok/s, {summary['steps']} steps"),
-            ("loss", f"{summary['first_loss']:.3f} -> {summary['last_loss']:.3f}"),
+            ("tokens stored", f"{stored['tokens']:,} in {stored['samples']:,} conversations"),
+            ("bytes per token", f"{stored['bytes_per_token']:,.0f}, {stored['ratio']:.2f}x smaller than plain bf16"),
+            ("precompute", f"{stored['ktok_per_second']:.2f} Ktok/s"),
+            ("training", f"{trained['tokens_per_second'] / 1000:.2f} Ktok/s, {trained['steps']:,} steps"),
+            ("loss", f"{trained['first_loss']:.3f} -> {trained['last_loss']:.3f}"),
             ("acceptance length, untrained", f"{before['acceptance_length']:.2f}"),
             (
                 "acceptance length, held-out",
@@ -127,7 +120,8 @@ class Demo:
                 f"{speed['plain_tokens_per_second']:.1f} -> {speed['tokens_per_second']:.1f} tok/s "
                 f"({speed['speedup']:.2f}x)",
             ),
-            ("greedy output, fp32", identical),
+            ("greedy output, fp32", f"{proof['identical']} of {proof['num_prompts']} identical"),
+            ("picture", str(self.picture)),
             ("exported drafter", str(self.exported)),
         ]
 
