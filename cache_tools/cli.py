@@ -82,7 +82,7 @@ def _marked(text: SampleText) -> str:
     """The heading and the text of a sample, for people."""
     heading = (
         f"sample {text.sample}, shard {text.shard}: {text.num_tokens} tokens, {text.num_supervised} supervised, "
-        f"from row {text.row} of {text.source}"
+        f"from {text.source}:{text.row + 1}"
     )
     if text.note:
         heading += f"; {text.note}"

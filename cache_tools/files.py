@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +52,14 @@ def reading(path: Path) -> Iterator[None]:
         raise StoreError("cannot read from the store", where=path, got=error, fix=fix) from error
 
 
+def file_size(path: str | Path) -> int:
+    """Bytes of a file; 0 when it has just gone away, or is a link to nothing."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
 def temporary_path(path: Path) -> Path:
     """Where this process prepares `path`: beside it, so that a rename is atomic."""
     return path.with_name(f".tmp-{os.getpid()}-{path.name}")
@@ -72,6 +82,38 @@ def make_folders(path: Path) -> None:
     with suppress(FileExistsError):
         path.mkdir()
     sync_folder(path.parent)
+
+
+@contextmanager
+def claimed_folder(path: Path) -> Iterator[None]:
+    """Creates `path`; until the block ends, or this process does, `remove_unless_claimed` leaves it alone."""
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system that cannot lock folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.stat(path)  # fails if it was removed before it was locked
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_unless_claimed(path: Path) -> bool:
+    """Deletes a folder that its maker left behind; False if the maker is still at work."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # gone, or no folder
+        return True
+    try:
+        with suppress(OSError):  # a file system that cannot lock folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cache_tools.arrays import METADATA
 from cache_tools.errors import CorruptError, StoreError
-from cache_tools.files import TEMPORARY_NAME, Json, reading
+from cache_tools.files import TEMPORARY_NAME, Json, file_size, reading
 from cache_tools.locating import Locator, SampleRun
 from cache_tools.manifest import Manifest
 from cache_tools.progress import Progress
@@ -93,7 +93,7 @@ def verify(store_path: Path, progress: Progress | None = None) -> list[Finding]:
 
 def num_bytes_to_verify(store_path: Path) -> int:
     """What the progress of `verify` will count to."""
-    return sum(os.stat(path).st_size for path, _ in _walk(Path(store_path)))
+    return sum(file_size(path) for path, _ in _walk(Path(store_path)))
 
 
 class _Verification:

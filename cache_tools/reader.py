@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cache_tools.arrays import METADATA, ArraySpec, hidden_array, sample_arrays, target_array, token_arrays
 from cache_tools.errors import CorruptError, StoreError
-from cache_tools.files import RUN_VERIFY, TEMPORARY_NAME, Json, parse_json, reading, to_json
+from cache_tools.files import RUN_VERIFY, TEMPORARY_NAME, Json, file_size, parse_json, reading, to_json
 from cache_tools.layout import samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
 from cache_tools.seals import (
@@ -221,7 +221,7 @@ class Store:
     def bytes_on_disk(self) -> int:
         """Sizes of all files of the store, without half-written ones."""
         return sum(
-            os.stat(os.path.join(folder, name)).st_size
+            file_size(os.path.join(folder, name))
             for folder, _, names in os.walk(self.path)
             for name in names
             if not TEMPORARY_NAME.fullmatch(name)

@@ -33,7 +33,9 @@ from cache_tools.errors import DataError, StoreError
 from cache_tools.files import (
     Json,
     checksum,
+    claimed_folder,
     make_folders,
+    remove_unless_claimed,
     sync_folder,
     temporary_path,
     write_file,
@@ -98,20 +100,21 @@ def create_store(
         make_folders(path.parent)
         _remove_abandoned(path)
         building = temporary_path(path)
-        try:
-            objects = _write_metadata(building, manifest)
-            columns = _write_tokens(building, manifest, layout, tokens, objects, progress)
-            columns |= {"source": samples.source, "row": samples.row}
-            for name, array in sample_arrays(manifest).items():
-                objects |= _write_array(building, array, columns[name])
-            for name, content in files.items():
-                objects |= _write_object(building, f"target/files/{name}", content)
-            write_file(building / METADATA, root_metadata(manifest))
-            write_file(building / PLAN_SEAL, seal_content(manifest, objects))
-            building.rename(path)
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
+        with claimed_folder(building):
+            try:
+                objects = _write_metadata(building, manifest)
+                columns = _write_tokens(building, manifest, layout, tokens, objects, progress)
+                columns |= {"source": samples.source, "row": samples.row}
+                for name, array in sample_arrays(manifest).items():
+                    objects |= _write_array(building, array, columns[name])
+                for name, content in files.items():
+                    objects |= _write_object(building, f"target/files/{name}", content)
+                write_file(building / METADATA, root_metadata(manifest))
+                write_file(building / PLAN_SEAL, seal_content(manifest, objects))
+                building.rename(path)
+            except BaseException:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
         sync_folder(path.parent)
 
 
@@ -286,11 +289,11 @@ class _LayerStatistics:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Deletes what planners of the same store that died have left beside it."""
+    """Deletes what planners of the same store that died have left beside it. Raises StoreError if one is alive."""
     pattern = re.compile(rf"\.tmp-\d+-{re.escape(path.name)}")
     for entry in path.parent.iterdir():
-        if pattern.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+        if pattern.fullmatch(entry.name) and not remove_unless_claimed(entry):
+            raise StoreError("another command is planning this store", where=path, fix="wait until it ends")
 
 
 def _write_metadata(root: Path, manifest: Manifest) -> dict[str, ObjectRecord]:

@@ -171,11 +171,22 @@ def _arrow_records(path: Path) -> Iterator[_Record]:
     try:
         for batch, position in _arrow_batches(path):
             for start in range(0, batch.num_rows, _ARROW_BATCH_ROWS):
-                for record in batch.slice(start, _ARROW_BATCH_ROWS).to_pylist():
+                for record in _python_rows(batch.slice(start, _ARROW_BATCH_ROWS)):
                     yield number, position, record
                     number += 1
     except pa.ArrowException as error:
         raise DataError("a data file cannot be read", where=path, got=error) from error
+
+
+def _python_rows(batch: Any) -> list[Any]:
+    """The rows of a record batch. Broken Unicode and dates that Python cannot hold spoil only their own row."""
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            return [_Unreadable(f"row holds a value that cannot be read: {type(error).__name__}")]
+        return [row for index in range(batch.num_rows) for row in _python_rows(batch.slice(index, 1))]
+    return rows
 
 
 def _arrow_batches(path: Path) -> Iterator[tuple[Any, int]]:

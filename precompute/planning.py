@@ -172,7 +172,8 @@ def read_target(config: PrecomputeConfig) -> PlannedTarget:
     try:
         full_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
+    except Exception as error:  # damaged files make these libraries raise anything
         raise TargetError("transformers cannot read the target", where=folder, got=error) from error
     text_config = full_config.get_text_config(decoder=True)
     spec = TargetSpec(
@@ -184,7 +185,13 @@ def read_target(config: PrecomputeConfig) -> PlannedTarget:
         vocab_size=int(text_config.vocab_size),
         dtype=config.dtype,
     )
-    template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
+    if min(spec.num_layers, spec.hidden_size, spec.vocab_size) < 1:
+        raise TargetError(
+            "the target's config.json is damaged",
+            where=folder,
+            got=f"{spec.num_layers} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}",
+            expected="positive numbers",
+        )
     return PlannedTarget(
         spec=spec,
         tokenizer=tokenizer,

@@ -130,7 +130,6 @@ class ChatRenderer:
         self, conversation: Conversation, count: int, *, add_generation_prompt: bool = False, track: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The first `count` messages as text, and with `track` the character spans inside {% generation %} tags."""
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -142,7 +141,7 @@ class ChatRenderer:
                 return_assistant_tokens_mask=track,
                 **{**self._tokenizer.special_tokens_map, **self._template_args},
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise RowProblem(TEMPLATE_REFUSED, f"{type(error).__name__}: {error}") from None
         texts, marked = rendered
         return texts[0], marked[0] if track else []

@@ -90,7 +90,7 @@ def _items(value: Any) -> list[dict[str, Any]]:
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RowProblem("unknown role", repr(role))
     message = {key: value for key, value in item.items() if value is not None}
     if "content" not in message and not message.get("tool_calls"):
@@ -137,7 +137,7 @@ def _ready_tokens(row: dict[str, Any]) -> ReadyTokens:
     input_ids = _integers(row["input_ids"], "input_ids")
     if row.get("loss_mask") is None:
         return ReadyTokens(input_ids, None)
-    mask = _integers([int(v) if isinstance(v, bool) else v for v in _listed(row["loss_mask"])], "loss_mask")
+    mask = _integers(_without_bools(row["loss_mask"]), "loss_mask")
     if len(mask) != len(input_ids):
         raise RowProblem("loss_mask and input_ids differ in length", f"{len(mask)} and {len(input_ids)}")
     if mask.size and (mask.min() < 0 or mask.max() > 1):
@@ -145,8 +145,8 @@ def _ready_tokens(row: dict[str, Any]) -> ReadyTokens:
     return ReadyTokens(input_ids, mask.astype(np.uint8))
 
 
-def _listed(values: Any) -> list[Any]:
-    return values if isinstance(values, list) else []
+def _without_bools(values: Any) -> Any:
+    return [int(v) if isinstance(v, bool) else v for v in values] if isinstance(values, list) else values
 
 
 def _integers(values: Any, name: str) -> NDArray[np.int64]:

@@ -71,6 +71,7 @@ def run(config: PrecomputeConfig) -> RunSummary:
         started = time.monotonic()
         waited = _compute(jobs, tokens, lock) if jobs else 0.0
         seconds = time.monotonic() - started
+    _require_usable(path)
     return _summary(path, len(missing), tokens, seconds, waited / max(len(jobs), 1))
 
 
@@ -240,6 +241,20 @@ def _require_success(process: Any) -> None:
 def _check_space(store: Store, missing_tokens: int) -> None:
     size = store_size(store.manifest, store.samples.length)
     require_space(store.path, int(size["needed"] * missing_tokens / store.num_tokens), store.manifest.codec)
+
+
+def _require_usable(path: Path) -> None:
+    """Raises TargetError when not a single sample of the store has hidden states."""
+    store = Store.open(path)
+    if len(store.rejected) == store.num_samples:
+        first = store.rejections[0]
+        raise TargetError(
+            "every sample was rejected",
+            where=path,
+            got=f"{store.num_samples} samples without hidden states; sample 0, layer {first.layer}: {first.reason}",
+            expected="at least one sample with usable hidden states",
+            fix="check the target, its precision and attention, then remove the store and run again",
+        )
 
 
 def _tokens_in(store: Store, shards: list[int]) -> int:

@@ -42,6 +42,7 @@ class ShardSink(AbstractContextManager["ShardSink"]):
         self._queue: queue.Queue[FinishedBatch | None] = queue.Queue(_WAITING_BATCHES)
         self._error: BaseException | None = None
         self._cancelled = False
+        self._writer: ShardWriter | None = None  # of the shard that is being written
         self._thread = threading.Thread(target=self._work, name="shard-sink", daemon=True)
         self._thread.start()
 
@@ -64,22 +65,22 @@ class ShardSink(AbstractContextManager["ShardSink"]):
             raise self._error
 
     def _work(self) -> None:
-        writer: ShardWriter | None = None
         while (batch := self._queue.get()) is not None:
             try:
                 if self._error is None and not self._cancelled:
-                    writer = self._write(batch, writer)
+                    self._write(batch)
             except BaseException as error:  # raised again by the thread that computes
                 self._error = error
             finally:
                 batch.states.release()
-        if writer is not None:
-            writer.__exit__(None, None, None)  # not sealed: leaves nothing behind
+        if self._writer is not None:
+            self._writer.__exit__(None, None, None)  # not sealed: leaves nothing behind
 
-    def _write(self, batch: FinishedBatch, writer: ShardWriter | None) -> ShardWriter | None:
-        """Takes in one batch; returns the writer if its shard goes on."""
-        if writer is None:
-            writer = ShardWriter(self._store.path, self._store.manifest, batch.shard, self._store.samples)
+    def _write(self, batch: FinishedBatch) -> None:
+        """Takes in one batch, and seals its shard if it is the last one of it."""
+        if self._writer is None:
+            self._writer = ShardWriter(self._store.path, self._store.manifest, batch.shard, self._store.samples)
+        writer = self._writer
         layers = batch.states.wait()
         first = 0
         for sample in batch.samples:
@@ -89,9 +90,8 @@ class ShardSink(AbstractContextManager["ShardSink"]):
         if batch.samples.stop == writer.samples.stop:
             writer.seal()
             writer.__exit__(None, None, None)
-            writer = None
+            self._writer = None
         self._done(first)
-        return writer
 
     def _take_in(self, writer: ShardWriter, sample: int, layers: list[NDArray[np.uint16]]) -> None:
         by_id = dict(zip(self._store.layer_ids, layers, strict=True))

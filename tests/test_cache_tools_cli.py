@@ -95,7 +95,7 @@ def test_show_marks_exactly_the_supervised_tokens(store: Store) -> None:
     assert mask.tolist() == [False] * half + [True] * (len(words) - half)
     text = run("show", store.path, 1).stdout
     assert text.splitlines()[1] == " ".join(words[:half]) + "⟦" + " ".join(words[half:]) + "⟧"
-    assert "row 3 of synthetic" in text
+    assert "from synthetic:4" in text
     answer = json.loads(run("show", store.path, 1, "--json").stdout)
     assert answer["segments"] == [
         {"supervised": False, "text": " ".join(words[:half])},

@@ -133,6 +133,14 @@ def test_foreign_files_and_half_written_ones_are_named(path: Path) -> None:
     }
 
 
+def test_links_to_nothing_are_foreign_and_do_not_disturb_sizes(path: Path) -> None:
+    size = Store.open(path).bytes_on_disk()
+    (path / "nowhere").symlink_to(path / "gone")
+    (path / "hidden/loop").symlink_to("loop")
+    assert {(item.kind, item.object) for item in verify(path)} == {("foreign", "nowhere"), ("foreign", "hidden/loop")}
+    assert num_bytes_to_verify(path) == Store.open(path).bytes_on_disk() == size
+
+
 def test_a_shard_that_is_being_written_is_said_to_be_so(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", LENGTHS, shards=(0,))
     with ShardWriter(store.path, store.manifest, 1, store.samples) as writer:

@@ -51,6 +51,21 @@ def run(config: Example, as_json: bool) -> None:
 
 
 @main.command()
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@main.command()
+def too_long() -> None:
+    Path("x" * 300).stat()
+
+
+@main.command()
+def odd_text() -> None:
+    click.echo("\ud800")
+
+
+@main.command()
 def fail() -> None:
     raise StoreError("no store", where="x.zarr", fix="make one")
 
@@ -128,3 +143,10 @@ def test_plain_form_round_trips_through_yaml(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(to_plain(config)))
     assert load_config(Example, path, {}) == config
+
+
+def test_what_the_system_refuses_and_interrupts_are_no_tracebacks() -> None:
+    code, output = invoke("too-long")
+    assert (code, "File name too long" in output) == (1, True)
+    assert invoke("interrupted") == (130, "interrupted\n")
+    assert invoke("odd-text") == (0, "\\ud800\n")

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cache_tools.arrays import ArraySpec
 from cache_tools.codecs import bf16_to_float32, content_id
 from cache_tools.errors import DataError, StoreError
+from cache_tools.integrity import verify
 from cache_tools.layout import plan_layout
 from cache_tools.manifest import Manifest
 from cache_tools.reader import Store
@@ -305,6 +306,18 @@ def test_planning_that_fails_leaves_nothing_and_a_dead_planner_is_cleaned_up(tmp
     assert sorted(os.listdir(tmp_path)) == ["s", "s.tmp-999999"]
     with pytest.raises(StoreError, match="at the path of the new store"):
         planned(tmp_path / "s", tokens())
+
+
+def test_a_planner_at_work_is_left_alone_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    def tokens() -> Iterator[Tokens]:
+        for length in (4, 6, 9):
+            with pytest.raises(StoreError, match="another command is planning this store"):
+                planned(tmp_path / "s", iter([]))
+            yield sample_tokens(length, 64, 0, 0)
+
+    planned(tmp_path / "s", tokens())
+    assert os.listdir(tmp_path) == ["s"]
+    assert verify(tmp_path / "s") == []
 
 
 def test_binding_happens_once_and_names_every_field_that_differs(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -144,3 +145,18 @@ def test_a_dictionary_of_splits_is_refused_and_names_them(tmp_path: Path) -> Non
     save_dataset(tmp_path / "train", ROWS)
     with pytest.raises(ConfigError, match=r"--data .*train"):
         find_sources((tmp_path,))
+
+
+def test_values_that_python_cannot_hold_spoil_only_their_own_row(tmp_path: Path) -> None:
+    lengths, characters = pa.py_buffer(np.array([0, 2, 4, 6], np.int32).tobytes()), pa.py_buffer(b"ab\xff\xfecd")
+    texts = pa.Array.from_buffers(pa.string(), 3, [None, lengths, characters])
+    times = pa.array([0, 0, 2**62], pa.timestamp("us"))
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": texts, "when": times}), path)
+    rows = list(read_rows(0, find_sources((path,))[0]))
+    assert [row.value is not None for row in rows] == [True, False, False]
+    assert [row.number for row in rows] == [0, 1, 2]
+    assert [row.problem for row in rows[1:]] == [
+        "row holds a value that cannot be read: UnicodeDecodeError",
+        "row holds a value that cannot be read: OverflowError",
+    ]

@@ -181,3 +181,39 @@ def test_a_sample_buffer_gives_back_what_was_added(lengths: list[int], block: in
     assert buffer.supervised.tolist() == [int(mask.sum()) for _, mask in rows]
     assert buffer.source.tolist() == [n % 3 for n in range(len(rows))]
     assert buffer.row.tolist() == [2 * n for n in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "tokenizer.json",
+            '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": [5]}}',
+        ),
+        ("chat_template.jinja", "{{ 1 / 0 }}"),
+        ("config.json", {"hidden_size": "many"}),
+        ("config.json", {"hidden_size": 0}),
+        ("config.json", {"num_attention_heads": 0}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "tool_use", "template": "x"}]}),
+    ],
+)
+def test_damaged_files_of_the_target_are_a_target_error(
+    name: str, content: str | dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_target(tmp_path / "target", weights=False)
+    if isinstance(content, dict):
+        if "chat_template" in content:
+            (folder / "chat_template.jinja").unlink()
+        content = json.dumps(json.loads((folder / name).read_text()) | content)
+    (folder / name).write_text(content)
+    with pytest.raises(TargetError, match=r"target") as caught:
+        plan(make_precompute_config(folder, write_jsonl(tmp_path / "rows.jsonl", chats(2))))
+    assert str(folder) in str(caught.value)
+
+
+def test_ids_that_cannot_be_encoded_are_reported_escaped(target: Path, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [*chats(3), {"id": "\ud800", "text": "x"}])
+    flags = ["--layer-ids", "0,2", "--device", "cpu"]
+    result = CliRunner().invoke(main, ["plan", "--target", str(target), "--data", str(rows), *flags])
+    assert result.exit_code == 0, result.output
+    assert "rows.jsonl:4 (id \\ud800)" in result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import shutil
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from cache_tools.errors import ConfigError, StoreError, TargetError
 from cache_tools.integrity import verify
 from cache_tools.reader import Store
+from cache_tools.writer import ShardWriter
 from precompute.batching import plan_batches
 from precompute.cli import main
 from precompute.config import PrecomputeConfig
@@ -349,3 +351,27 @@ def test_the_run_command_prints_its_summary_and_reports_errors_without_a_traceba
     assert refused.exit_code == 1
     assert "codec: 'bf16' in the store, 'raw' now" in refused.stderr
     assert CliRunner().invoke(main, command).exit_code == 2
+
+
+def test_a_store_without_any_usable_sample_is_an_error_also_when_run_again(
+    planned: PrecomputeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precompute.sink.find_bad_layer", lambda _: "all zero")
+    config = dataclasses.replace(planned, on_bad="skip")
+    for _ in range(2):
+        with pytest.raises(TargetError, match=r"every sample was rejected(.|\n)*layer 0: all zero"):
+            run(config)
+
+
+def test_a_full_disk_in_the_first_batch_of_a_shard_leaves_no_half_written_file(
+    planned: PrecomputeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreError("cannot write to the store")
+
+    monkeypatch.setattr(ShardWriter, "append", full)
+    before = directory_bytes(store_of(planned).path).keys()
+    with pytest.raises(StoreError, match="cannot write"):
+        run(planned)
+    after = directory_bytes(store_of(planned).path).keys()
+    assert [name for name in after - before if ".tmp-" in name] == []

@@ -151,6 +151,15 @@ def test_missing_weights_are_refused_and_named(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 3000])
+def test_damaged_weight_files_are_a_target_error(kept_bytes: int, tmp_path: Path) -> None:
+    folder = make_target(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    with pytest.raises(TargetError, match="cannot load"):
+        load(folder)
+
+
 def test_the_layers_of_a_multimodal_wrapper_are_found(tmp_path: Path) -> None:
     text = make_config("hybrid").to_dict()
     vision = {"depth": 4, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
