@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cache_tools.errors import CheckpointError
+from train.run_files import writing
 
 _NAME = re.compile(r"step-(\d{9})")
+_WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.pt"
+# What the readers of JSON, safetensors and torch raise for damaged files.
+_UNREADABLE = (
+    OSError, EOFError, ValueError, AttributeError, KeyError, TypeError, RuntimeError, SafetensorError,
+    pickle.UnpicklingError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,11 @@ def save(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
     Raises CheckpointError when the disk does not take it; older checkpoints stay.
     """
-    folder = run / "checkpoints"
+    with writing(run / "checkpoints" / f"step-{checkpoint.step:09d}"):
+        return _save(run / "checkpoints", checkpoint, keep)
+
+
+def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     final = folder / f"step-{checkpoint.step:09d}"
     temporary = folder / f".tmp-{os.getpid()}-{final.name}"
     try:
@@ -55,33 +68,29 @@ def save(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         tensors["feature_scale"] = checkpoint.feature_scale
         save_file(
             {name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
-            temporary / "weights.safetensors",
+            temporary / _WEIGHTS,
         )
-        torch.save(checkpoint.optimizer, temporary / "optimizer.pt")
+        _save_optimizer(checkpoint.optimizer, temporary / _OPTIMIZER)
         plain = {name: getattr(checkpoint, name) for name in ("step", "drafter", "config", "cursor")}
+        plain["crc32c"] = {name: _crc32c(temporary / name) for name in (_WEIGHTS, _OPTIMIZER)}
         (temporary / "trainer.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
         for path in temporary.iterdir():
             _fsync(path)
         if final.exists():  # the run went back to an older checkpoint and came here again
-            shutil.rmtree(final)
+            _discard(final)
         os.replace(temporary, final)
         _fsync(folder)
-        for old in _all(run)[:-keep]:
-            shutil.rmtree(old)
-    except OSError as error:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            "the checkpoint could not be written",
-            where=final,
-            got=error,
-            fix="free space or repair permissions, then run the same command again; it resumes",
-        ) from error
+        raise
+    for old in _all(folder)[:-keep]:
+        _discard(old)
     return final
 
 
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None."""
-    found = _all(run)
+    found = _all(run / "checkpoints")
     return found[-1] if found else None
 
 
@@ -89,9 +98,12 @@ def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer
     """Reads a checkpoint. Raises CheckpointError naming the file that is missing or damaged."""
     try:
         plain = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        tensors = load_file(path / "weights.safetensors", device=str(map_location))
+        for name, expected in plain.pop("crc32c", {}).items():
+            if (with_optimizer or name != _OPTIMIZER) and _crc32c(path / name) != expected:
+                raise ValueError(f"the checksum of {name} is wrong")
+        tensors = load_file(path / _WEIGHTS, device=str(map_location))
         optimizer = (
-            torch.load(path / "optimizer.pt", map_location=map_location, weights_only=True) if with_optimizer else {}
+            torch.load(path / _OPTIMIZER, map_location=map_location, weights_only=True) if with_optimizer else {}
         )
         return Checkpoint(
             weights={n.removeprefix("drafter."): t for n, t in tensors.items() if n.startswith("drafter.")},
@@ -99,7 +111,7 @@ def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer
             optimizer=optimizer,
             **plain,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             "the checkpoint cannot be read",
             where=path,
@@ -108,14 +120,35 @@ def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer
         ) from error
 
 
-def _all(run: Path) -> list[Path]:
-    folder = run / "checkpoints"
+def _all(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.glob(".tmp-*"):
         shutil.rmtree(path)
+
+
+def _save_optimizer(state: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # what torch makes of a full disk does not say so
+        raise OSError(f"torch cannot write {path.name}, the disk may be full ({error})") from error
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint; a kill in the middle leaves no folder that looks complete."""
+    doomed = path.with_name(f".tmp-{os.getpid()}-old-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _crc32c(path: Path) -> str:
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            value = google_crc32c.extend(value, piece)
+    return f"{value:08x}"
 
 
 def _fsync(path: Path) -> None:

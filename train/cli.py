@@ -23,7 +23,11 @@ def run(config: TrainConfig) -> None:
     from train.loop import train
     from train.summary import summarize
 
-    train(config, say=click.echo)
+    try:
+        train(config, say=click.echo)
+    except KeyboardInterrupt:
+        click.echo("interrupted; run the same command again to resume from the newest checkpoint", err=True)
+        raise click.exceptions.Exit(130) from None
     summary = summarize(config.out)
     if summary["steps"]:
         click.echo(

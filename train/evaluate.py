@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetError
@@ -27,7 +28,8 @@ def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, 
     the mean over requests of each request's mean and once pooled over all steps; `by_position` has, for slot k = 1..,
     the share of proposals accepted (`accepted`) and the share among those whose earlier slots were all accepted
     (`conditional`). Speeds are tokens per second after the prompt's pass. `identical` counts requests whose answer is
-    the same token for token with and without drafter.
+    the same token for token with and without drafter. A number that needs more than an answer's first token, which
+    the prompt's pass makes, is None when no answer had more.
 
     Raises ConfigError, TargetError, DataError or CheckpointError for what cannot be loaded or does not fit.
     """
@@ -35,6 +37,7 @@ def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    rows = [row for path in config.prompts for row in _rows(path, config.max_prompts)]
     target, tokenizer = _load_target(config.target, device, dtype)
     drafter = load_any_drafter(config.drafter).to(device, dtype).eval()
     _check_fit(drafter, target, config)
@@ -43,11 +46,12 @@ def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, 
 
     speculative: list[Decoded] = []
     plain: list[Decoded] = []
-    for prompt in _prompts(config, tokenizer, device):
+    prompts = [_prompt(where, messages, tokenizer, target, config.max_new_tokens) for where, messages in rows]
+    for prompt in prompts:
         options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids}
-        speculative.append(decoder.decode(prompt, **options))
+        speculative.append(decoder.decode(prompt.to(device), **options))
         if config.plain:
-            plain.append(decode_greedily(target, prompt, **options))
+            plain.append(decode_greedily(target, prompt.to(device), **options))
         if progress is not None:
             progress.update(len(speculative[-1].tokens))
             progress.set_note(f"{len(speculative)} prompts")
@@ -58,18 +62,16 @@ def describe(report: dict[str, Any]) -> str:
     """The report as lines for a person."""
     lines = [
         f"prompts            {report['num_prompts']} ({report['num_tokens']:,} tokens, {report['dtype']})",
-        f"acceptance length  {report['acceptance_length']:.3f} (mean over requests), "
-        f"{report['acceptance_length_pooled']:.3f} (pooled), bonus token included",
+        f"acceptance length  {_shown(report['acceptance_length'])} (mean over requests), "
+        f"{_shown(report['acceptance_length_pooled'])} (pooled), bonus token included",
         "accepted at slot   " + _by_slot(report, "accepted"),
         "if all before were " + _by_slot(report, "conditional"),
     ]
-    if report["plain_tokens_per_second"] is None:
-        lines.append(f"speed              {report['tokens_per_second']:.1f} tok/s")
-    else:
-        lines.append(
-            f"speed              {report['plain_tokens_per_second']:.1f} -> {report['tokens_per_second']:.1f} tok/s "
-            f"({report['speedup']:.2f}x)"
-        )
+    speed = "-" if report["tokens_per_second"] is None else f"{report['tokens_per_second']:.1f} tok/s"
+    if report["speedup"] is not None:
+        speed = f"{report['plain_tokens_per_second']:.1f} -> {speed} ({report['speedup']:.2f}x)"
+    lines.append(f"speed              {speed}")
+    if report["identical"] is not None:
         lines.append(f"greedy output      {report['identical']} of {report['num_prompts']} identical to plain decoding")
     return "\n".join(lines)
 
@@ -82,6 +84,10 @@ def target_parts(target: Any) -> TargetParts:
     return TargetParts(embedding=embedding, lm_head=head, norm_weight=unused, norm_eps=0.0, norm_adds_one=False)
 
 
+def _shown(length: float | None) -> str:
+    return "-" if length is None else f"{length:.3f}"
+
+
 def _by_slot(report: dict[str, Any], name: str) -> str:
     shares = [slot[name] for slot in report["by_position"]]
     return "  ".join(
@@ -91,7 +97,7 @@ def _by_slot(report: dict[str, Any], name: str) -> str:
 
 def _report(config: EvalConfig, block_size: int, speculative: list[Decoded], plain: list[Decoded]) -> dict[str, Any]:
     steps = [length for decoded in speculative for length in decoded.acceptance_lengths]
-    means = [_mean(decoded.acceptance_lengths) for decoded in speculative if decoded.acceptance_lengths]
+    means = [sum(d.acceptance_lengths) / len(d.acceptance_lengths) for d in speculative if d.acceptance_lengths]
     speed = _speed(speculative)
     plain_speed = _speed(plain) if plain else None
     proposed, reached, accepted = (
@@ -111,18 +117,20 @@ def _report(config: EvalConfig, block_size: int, speculative: list[Decoded], pla
         ],
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain_speed,
-        "speedup": speed / plain_speed if plain_speed else None,
+        "speedup": speed / plain_speed if speed and plain_speed else None,
         "identical": sum(a.tokens == b.tokens for a, b in zip(speculative, plain, strict=True)) if plain else None,
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
-def _speed(decoded: list[Decoded]) -> float:
+def _speed(decoded: list[Decoded]) -> float | None:
+    """None when every answer was one token long: the prompt's pass made it, and nothing was decoded."""
     seconds = sum(one.decode_seconds for one in decoded)
-    return sum(one.decode_tokens for one in decoded) / seconds if seconds > 0 else 0.0
+    tokens = sum(one.decode_tokens for one in decoded)
+    return tokens / seconds if tokens and seconds > 0 else None
 
 
 def _load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -133,7 +141,7 @@ def _load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> tupl
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError("the target cannot be loaded", where=folder, got=error) from error
     model: Any = target
     return model.to(device).eval(), tokenizer
@@ -163,19 +171,26 @@ def _stop_ids(target: Any) -> set[int]:
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
 
-def _prompts(config: EvalConfig, tokenizer: Any, device: torch.device) -> Iterator[Tensor]:
-    """Prompt token ids [n], one per row, in file order."""
-    for path in config.prompts:
-        for number, messages in _rows(path, config.max_prompts):
-            try:
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            except Exception as error:  # templates raise whatever they like
-                raise DataError("the chat template refuses a prompt", where=f"{path}:{number}", got=error) from error
-            yield torch.tensor(ids, dtype=torch.int64, device=device)
+def _prompt(where: str, messages: list[dict[str, Any]], tokenizer: Any, target: Any, max_new_tokens: int) -> Tensor:
+    """Token ids [n] of a prompt."""
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates raise whatever they like
+        raise DataError("the chat template refuses a prompt", where=where, got=error) from error
+    longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and len(ids) + max_new_tokens > longest:
+        raise DataError(
+            "a prompt and its answer are longer than the target's positions",
+            where=where,
+            got=f"{len(ids)} tokens and --max-new-tokens {max_new_tokens}",
+            expected=f"at most {longest} together",
+            fix="shorten or remove the prompt, or lower --max-new-tokens",
+        )
+    return torch.tensor(ids, dtype=torch.int64)
 
 
-def _rows(path: Path, limit: int | None) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """(line number, messages up to the last user turn) of a JSONL file."""
+def _rows(path: Path, limit: int | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(file and line, messages up to the last user turn) of a JSONL file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -184,13 +199,15 @@ def _rows(path: Path, limit: int | None) -> Iterator[tuple[int, list[dict[str, A
     if not rows:
         raise DataError("no prompts in this file", where=path, expected="one JSON object with `messages` per line")
     for number, line in rows[:limit]:
-        yield number, _messages(line, f"{path}:{number}")
+        yield f"{path}:{number}", _messages(line, f"{path}:{number}")
 
 
 def _messages(line: str, where: str) -> list[dict[str, Any]]:
     try:
         messages = json.loads(line)["messages"]
         last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        if not messages[last_user]["content"]:
+            raise ValueError("the last user message is empty")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             "this row is not a prompt",

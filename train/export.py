@@ -130,6 +130,7 @@ def export_drafter(drafter: DFlashDrafter, folder: Path) -> None:
 
     Raises CheckpointError when `folder` holds something else, or the disk does not take it.
     """
+    folder = folder.resolve()  # `.` has no name, and a link would be replaced instead of what it leads to
     if folder.exists() and not _is_export(folder):
         raise CheckpointError(
             "this folder holds something that is not an exported drafter",
@@ -149,7 +150,7 @@ def export_drafter(drafter: DFlashDrafter, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         _sync(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError("cannot write the exported drafter", where=folder, got=error) from error
 
@@ -164,6 +165,8 @@ def load_drafter(
     try:
         plain = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         weights = load_file(folder / _WEIGHTS)
+        if not isinstance(plain, dict):
+            raise ValueError(f"{_CONFIG} holds a {type(plain).__name__}, not an object")
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             "cannot read the drafter", where=folder, got=error, expected=f"{_CONFIG} and {_WEIGHTS}"
@@ -187,7 +190,17 @@ def load_drafter(
 
 
 def _is_export(folder: Path) -> bool:
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {_CONFIG, _WEIGHTS}
+    """True for an empty folder too. Other models consist of the same two files, so names are not enough."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    if not names:
+        return True
+    try:
+        plain = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return names <= {_CONFIG, _WEIGHTS} and isinstance(plain, dict) and plain.get("architectures") == [ARCHITECTURE]
 
 
 def _sync(path: Path) -> None:

@@ -27,8 +27,15 @@ def channel_rms(store: Store, layer_ids: Sequence[int], samples: NDArray[np.int6
     """Root mean square of every tapped channel, float32 [F, H], over a fixed choice of `samples`.
 
     The first token of each sample is left out: it is an attention sink with a norm 40-160 times the others'.
-    Raises StoreError when no chosen sample has a second token, or a channel is constant zero in all of them.
+    Raises StoreError when there is no sample, none has a second token, or a layer is zero in all of them.
     """
+    if len(samples) == 0:
+        raise StoreError(
+            "no sample is left to train on",
+            where=store.path,
+            got=f"{len(store.rejected)} of {store.num_samples} samples rejected",
+            fix="see why with `dflash-cache info`; precompute again with a sound target",
+        )
     chosen = samples[Permutation(len(samples), seed=0, epoch=0)(np.arange(min(NUM_CALIBRATION_SAMPLES, len(samples))))]
     total = np.zeros((len(layer_ids), store.hidden_size), np.float64)
     count = 0
@@ -39,6 +46,9 @@ def channel_rms(store: Store, layer_ids: Sequence[int], samples: NDArray[np.int6
     if count == 0:
         raise StoreError("the samples are too short to calibrate", where=store.path, expected="two tokens or more")
     rms = np.sqrt(total / count)
+    silent = [layer for layer, row in zip(layer_ids, rms, strict=True) if not row.any()]
+    if silent:
+        raise StoreError("a tapped layer is zero everywhere", where=store.path, got=f"layers {silent}")
     # A channel that never fires would get an infinite scale; the smallest one that does is a safe stand-in.
     smallest = np.where(rms > 0, rms, np.inf).min(axis=1, keepdims=True)
     return torch.from_numpy(np.maximum(rms, smallest).astype(np.float32))

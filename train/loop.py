@@ -19,6 +19,7 @@ from train.features import add_noise
 from train.loader import Loader, Pack, StepBatch
 from train.metrics import Console, LoaderLoad, MetricsFile, StepMetrics
 from train.objective import BlockSums, block_loss
+from train.run_files import run_lock
 from train.schedule import cosine, learning_rate
 from train.state import TrainingState, prepare
 
@@ -26,11 +27,21 @@ from train.state import TrainingState, prepare
 def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
     """Trains a drafter to `config.out`, from its newest checkpoint if there is one.
 
-    `say` gets the console lines. The loop runs once more than it trains, so that saving needs no copy behind it.
+    `say` gets the console lines.
 
-    Raises DflashError for a store, a checkpoint or settings that do not fit, and StoreError for unreadable samples.
+    Raises DflashError for a store, a checkpoint or settings that do not fit, for unreadable samples and a full disk.
     """
     state = prepare(config, say)
+    with run_lock(config.out):
+        _run(state, say)
+
+
+def _run(state: TrainingState, say: Callable[[str], None]) -> None:
+    config = state.config
+    _save_if_due(state)
+    if state.step == state.total_steps:
+        MetricsFile(config.out / "metrics.jsonl", last_step=state.step).close()
+        return
     console = Console(total_steps=state.total_steps, start_step=state.step)
     metrics_file = MetricsFile(config.out / "metrics.jsonl", last_step=state.step)
     load = _LoadMeter()
@@ -38,11 +49,6 @@ def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
         began = time.monotonic()
         for batch in loader:
             assert batch.step == state.step, "the loader and the optimizer must agree on the step"
-            if state.must_save():
-                checkpoints.save(config.out, _snapshot(state), keep=config.keep_checkpoints)
-            if state.step == state.total_steps:
-                break
-
             lr = learning_rate(
                 state.step,
                 total=state.total_steps,
@@ -74,6 +80,10 @@ def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
             console.count(packs=len(batch.packs), tokens=batch.tokens)
             if state.step % config.log_every == 0 or state.step == state.total_steps:
                 say(console.line(metrics, load.since_last(loader)))
+            # Before the next batch: if that cannot be read, what was learned so far is safe.
+            _save_if_due(state)
+            if state.step == state.total_steps:
+                break
 
 
 def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: float) -> tuple[BlockSums, float]:
@@ -147,8 +157,10 @@ def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float
     return output.sums
 
 
-def _snapshot(state: TrainingState) -> Checkpoint:
-    return Checkpoint(
+def _save_if_due(state: TrainingState) -> None:
+    if not state.must_save():
+        return
+    snapshot = Checkpoint(
         step=state.step,
         weights=state.drafter.state_dict(),
         feature_scale=state.feature_scale.float(),
@@ -157,6 +169,7 @@ def _snapshot(state: TrainingState) -> Checkpoint:
         config=state.config_plain,
         cursor=state.cursor,
     )
+    checkpoints.save(state.config.out, snapshot, keep=state.config.keep_checkpoints)
 
 
 @dataclass

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from train.run_files import write_text, writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +46,25 @@ class MetricsFile:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line, path) <= last_step]
-        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, "".join(line + "\n" for line in kept))
+        self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Adds one line."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        """Adds one line. Raises CheckpointError when the disk does not take it."""
+        with writing(self._path):
+            self._file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def close(self) -> None:
+        """Ends the file. Raises CheckpointError when the disk does not take what is left."""
+        with writing(self._path):
+            self._file.close()
 
     def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
 
 
 def _step_of(line: str, path: Path) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,8 @@ from train.drafter_config import DrafterConfig
 from train.features import channel_rms
 from train.loader import Loader, pack_plan
 from train.objective import OutputHead
-from train.target_parts import TargetParts
+from train.run_files import write_text
+from train.target_parts import TargetParts, reserved_tokens
 from train.warm_start import copy_last_layers
 
 
@@ -105,6 +105,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
 
     layer_ids = _layer_ids(config, store)
     drafter_config = drafter_config_for(config, store, layer_ids)
+    if previous is not None:
+        _refuse_other_shape(previous, drafter_config, config)
     drafter = DFlashDrafter(drafter_config, seed=config.seed)
     scale, unit = _feature_scale(config, store, layer_ids)
     total_steps = _total_steps(config, store)
@@ -114,7 +116,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
         scale = previous.feature_scale
         say(f"resuming at step {previous.step} of {total_steps} from {newest}")
     elif config.init_target is not None:
-        copied = copy_last_layers(drafter, config.init_target, drafter_config.num_target_layers)
+        adds_one = store.target_attributes.norm_kind == "one_plus_weight"
+        copied = copy_last_layers(drafter, config.init_target, target_config(store), norm_adds_one=adds_one)
         say(f"{len(copied)} tensors start as those of the target's last layers")
     drafter.to(device)
     optimizer = _optimizer(config, drafter)
@@ -157,9 +160,22 @@ def store_fingerprint(store: Store) -> str:
     return f"{target.weights_sha256}:{store.manifest.layout.num_rows}:{store.num_samples}:{store.num_tokens}"
 
 
+def target_config(store: Store) -> dict[str, Any]:
+    """config.json of the store's target."""
+    plain: dict[str, Any] = json.loads(store.target_file("config.json").read_text(encoding="utf-8"))
+    return plain
+
+
 def drafter_config_for(config: TrainConfig, store: Store, layer_ids: tuple[int, ...]) -> DrafterConfig:
     """The drafter's shape: the target's where a flag does not say otherwise."""
-    target_config = json.loads(store.target_file("config.json").read_text(encoding="utf-8"))
+    for token, name in reserved_tokens(store).items():
+        if token == config.mask_token_id:
+            raise ConfigError(
+                f"mask_token_id is the target's {name}",
+                got=f"--mask-token-id {token}",
+                expected="a token that never occurs in conversations",
+                fix="choose a reserved special token of the tokenizer",
+            )
     num_layers = config.num_draft_layers or len(layer_ids)
     if config.num_sliding_layers > num_layers:
         raise ConfigError(
@@ -169,7 +185,7 @@ def drafter_config_for(config: TrainConfig, store: Store, layer_ids: tuple[int, 
         )
     num_full = num_layers - config.num_sliding_layers
     return DrafterConfig.for_target(
-        target_config,
+        target_config(store),
         num_layers=num_layers,
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
@@ -208,10 +224,8 @@ def _feature_scale(config: TrainConfig, store: Store, layer_ids: tuple[int, ...]
 
 
 def _total_steps(config: TrainConfig, store: Store) -> int:
-    if config.steps is not None:
-        return config.steps
     plan = pack_plan(store, seed=config.seed, token_budget=config.token_budget, packs_per_step=config.packs_per_step)
-    return plan.num_steps(config.epochs)
+    return plan.num_steps(config.epochs) if config.steps is None else config.steps
 
 
 def _head(config: TrainConfig, store: Store, parts: TargetParts) -> OutputHead:
@@ -252,6 +266,20 @@ def _refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:
         )
 
 
+def _refuse_other_shape(previous: Checkpoint, now: DrafterConfig, config: TrainConfig) -> None:
+    """Settings may be equal and the drafter still another one: many of them come from the store."""
+    current = json.loads(json.dumps(dataclasses.asdict(now)))
+    before = json.loads(json.dumps(previous.drafter))
+    changed = [f"{name}: {before.get(name)} -> {value}" for name, value in current.items() if before.get(name) != value]
+    if changed:
+        raise CheckpointError(
+            "this run began with another store: its drafter differs from the one that this store asks for",
+            where=config.out,
+            got="; ".join(changed),
+            fix="give the old store, or another --out for a new run",
+        )
+
+
 def _describe(config: TrainConfig, store: Store, drafter: DFlashDrafter, layers: tuple[int, ...], steps: int) -> str:
     parameters = sum(p.numel() for p in drafter.parameters())
     return (
@@ -261,8 +289,5 @@ def _describe(config: TrainConfig, store: Store, drafter: DFlashDrafter, layers:
 
 
 def _write_config(config: TrainConfig, plain: dict[str, Any]) -> None:
-    config.out.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in plain.items() if name != "store_fingerprint"}
-    temporary = config.out / f".tmp-{os.getpid()}-config.yaml"
-    temporary.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    os.replace(temporary, config.out / "config.yaml")
+    write_text(config.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from train.metrics import read_metrics
+from train.run_files import write_text
 
 NUM_AVERAGED_STEPS = 20
 
@@ -30,9 +30,7 @@ def summarize(run: Path) -> dict[str, Any]:
         "first_loss": _mean(losses[:NUM_AVERAGED_STEPS]),
         "last_loss": _mean(losses[-NUM_AVERAGED_STEPS:]),
     }
-    temporary = run / f".tmp-{os.getpid()}-summary.json"
-    temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    os.replace(temporary, run / "summary.json")
+    write_text(run / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 

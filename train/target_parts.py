@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,31 @@ class TargetParts:
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm_eps)
         weight = self.norm_weight + 1 if self.norm_adds_one else self.norm_weight
         return (wide * scale * weight).to(last_hidden.dtype)
+
+
+def reserved_tokens(store: Store) -> dict[int, str]:
+    """End and padding tokens of the target by id, from every file that may name them, with that place as text."""
+    plain = {name: _json_of(store, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json")}
+    found: dict[int, str] = {}
+    for key in ("eos_token", "pad_token"):
+        for name in ("config.json", "generation_config.json"):
+            for holder in (plain[name], plain[name].get("text_config") or {}):
+                ids = holder.get(f"{key}_id")
+                found |= {i: f"{key}_id" for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+        token = plain["tokenizer_config.json"].get(key)
+        content = token.get("content") if isinstance(token, dict) else token
+        for added in _json_of(store, "tokenizer.json").get("added_tokens") or []:
+            if content is not None and added.get("content") == content:
+                found[int(added["id"])] = f"{key}_id ({content})"
+    return found
+
+
+def _json_of(store: Store, name: str) -> dict[str, Any]:
+    """A JSON file of the target; empty where the store has none."""
+    if name not in store.target_files():
+        return {}
+    plain = json.loads(store.target_file(name).read_text(encoding="utf-8"))
+    return plain if isinstance(plain, dict) else {}
 
 
 def _tensor(stored: NDArray[Any], device: torch.device | str, dtype: torch.dtype) -> Tensor:

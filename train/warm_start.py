@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,17 +17,27 @@ from cache_tools.errors import TargetError
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
-def copy_last_layers(drafter: nn.Module, target_dir: Path, num_target_layers: int) -> list[str]:
+# What must be equal for a folder to hold the target of a store, or a sibling of it such as its base model.
+_SHAPE_KEYS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+
+
+def copy_last_layers(
+    drafter: nn.Module, target_dir: Path, target_config: Mapping[str, Any], *, norm_adds_one: bool = False
+) -> list[str]:
     """Copies weights of the target's last layers into the drafter's layers of the same shape; returns their names.
 
     Draft layer i of n gets target layer N - n + i. Names are matched by what follows `layers.<i>.`, so any Llama- or
-    Qwen-like target fits; parts without a twin of equal shape keep their random start.
+    Qwen-like target fits; parts without a twin of equal shape keep their random start. With `norm_adds_one` the
+    target's norms multiply by 1 + weight, a drafter's by weight.
 
-    Raises TargetError when the folder has no safetensors, or not a single tensor fits.
+    Raises TargetError when the folder has no safetensors, holds another model than `target_config` describes, or not
+    a single tensor fits.
     """
+    text = target_config.get("text_config", target_config)
+    _check_target(target_dir, text)
     wanted = {name: parameter for name, parameter in drafter.named_parameters() if _LAYER.search(name)}
     num_draft_layers = 1 + max(int(_layer(name)[0]) for name in wanted)
-    shift = num_target_layers - num_draft_layers
+    shift = int(text["num_hidden_layers"]) - num_draft_layers
     by_target_name = {(int(_layer(n)[0]) + shift, _layer(n)[1]): n for n in wanted}
     copied: list[str] = []
     with torch.no_grad():
@@ -37,7 +49,7 @@ def copy_last_layers(drafter: nn.Module, target_dir: Path, num_target_layers: in
                     continue
                 tensor = _read(file, tensor_name)
                 if tensor.shape == wanted[name].shape:
-                    wanted[name].copy_(tensor)
+                    wanted[name].copy_(tensor.float() + 1 if norm_adds_one and tensor.ndim == 1 else tensor)
                     copied.append(name)
     if not copied:
         raise TargetError(
@@ -47,6 +59,27 @@ def copy_last_layers(drafter: nn.Module, target_dir: Path, num_target_layers: in
             fix="leave out --init-target, or give the drafter the target's shapes",
         )
     return sorted(copied)
+
+
+def _check_target(target_dir: Path, expected: Mapping[str, Any]) -> None:
+    path = target_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        text = config.get("text_config", config)
+        found = {key: text.get(key) for key in _SHAPE_KEYS}
+    except (OSError, ValueError, AttributeError) as error:
+        raise TargetError(
+            "no target model here", where=path, got=error, expected="the folder of the store's target"
+        ) from error
+    differing = [key for key in _SHAPE_KEYS if found[key] != expected.get(key)]
+    if differing:
+        raise TargetError(
+            "this is not the target that the store was made with",
+            where=target_dir,
+            got=", ".join(f"{key} {found[key]}" for key in differing),
+            expected=", ".join(f"{key} {expected.get(key)}" for key in differing),
+            fix="give --init-target the store's target",
+        )
 
 
 def _layer(name: str) -> tuple[str, str]:

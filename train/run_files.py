@@ -1,0 +1,83 @@
+"""Small files of a training run: replaced in one step. A full disk or a second process in the folder is a message."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from cache_tools.errors import CheckpointError
+
+# A process that was killed holds its lock until the kernel has cleaned up behind it.
+_PATIENCE_SECONDS = 3.0
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a fault of the disk inside the block into a CheckpointError that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors reports even a full disk in its own way
+        raise CheckpointError(
+            "this could not be written",
+            where=path,
+            got=error,
+            fix="free space or repair permissions, then run the same command again; it resumes",
+        ) from error
+
+
+@contextmanager
+def run_lock(run: Path) -> Iterator[None]:
+    """Holds the lock of a run's folder, which the kernel releases when the process ends, however it ends.
+
+    Raises CheckpointError when another process trains there.
+    """
+    path = run / ".lock"
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _acquire(descriptor, run)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, run: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    "another process is training in this folder",
+                    where=run,
+                    fix="wait until it ends, or stop it; or give another --out",
+                ) from error
+            time.sleep(0.1)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces or creates `path`, and its folder. Raises CheckpointError, leaving what `path` held before."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            _remove(temporary)
+            raise
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        return  # the folder may be what is missing
