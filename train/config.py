@@ -42,7 +42,7 @@ class TrainConfig:
     mask_token_id: int
     """Token id that fills slots 1.. of a block. Never the pad or end token; 248070 for Qwen3.5/3.6."""
     init_target: Path | None = None
-    """Folder of the target: draft layers start as its last layers where shapes match. Default: random start."""
+    """Folder of the target: draft layers start as its last layers where shapes match, fc as the deepest tap."""
     whiten: bool = True
     """Divide context features by fixed per-channel scales of the store; folded into fc at export."""
 

@@ -26,7 +26,7 @@ from train.loader import Loader, pack_plan
 from train.objective import OutputHead
 from train.run_files import write_text
 from train.target_parts import TargetParts, reserved_tokens
-from train.warm_start import copy_last_layers
+from train.warm_start import copy_last_layers, read_deepest_tap, use_target_norm
 
 
 @dataclass
@@ -109,24 +109,22 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
         _refuse_other_shape(previous, drafter_config, config)
     drafter = DFlashDrafter(drafter_config, seed=config.seed)
     scale, unit = _feature_scale(config, store, layer_ids)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    parts = TargetParts.from_store(store, device=device, dtype=dtype)
     total_steps = _total_steps(config, store)
     say(_describe(config, store, drafter, layer_ids, total_steps))
     if previous is not None:
         drafter.load_state_dict(previous.weights)
         scale = previous.feature_scale
         say(f"resuming at step {previous.step} of {total_steps} from {newest}")
-    elif config.init_target is not None:
-        adds_one = store.target_attributes.norm_kind == "one_plus_weight"
-        copied = copy_last_layers(drafter, config.init_target, target_config(store), norm_adds_one=adds_one)
-        say(f"{len(copied)} tensors start as those of the target's last layers")
+    else:
+        _warm_start(config, store, drafter, parts, scale, say)
     drafter.to(device)
     optimizer = _optimizer(config, drafter)
     if previous is not None:
         optimizer.load_state_dict(previous.optimizer)
     _write_config(config, config_plain)
 
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    parts = TargetParts.from_store(store, device=device, dtype=dtype)
     return TrainingState(
         config=config,
         config_plain=config_plain,
@@ -211,6 +209,23 @@ def _layer_ids(config: TrainConfig, store: Store) -> tuple[int, ...]:
             fix="choose among these, or precompute a store with the others",
         )
     return tuple(chosen)
+
+
+def _warm_start(
+    config: TrainConfig,
+    store: Store,
+    drafter: DFlashDrafter,
+    parts: TargetParts,
+    scale: Tensor,
+    say: Callable[[str], None],
+) -> None:
+    """What a fresh drafter takes over from its target: the output norm, and with --init-target its last layers."""
+    use_target_norm(drafter, parts)
+    if config.init_target is not None:
+        plain = target_config(store)
+        copied = copy_last_layers(drafter, config.init_target, plain, norm_adds_one=parts.norm_adds_one)
+        read_deepest_tap(drafter, scale)
+        say(f"{len(copied)} tensors start as those of the target's last layers")
 
 
 def _feature_scale(config: TrainConfig, store: Store, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:

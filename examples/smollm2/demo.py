@@ -23,8 +23,8 @@ HERE = Path(__file__).resolve().parent
 # Scripts of the environment that runs this file, whether or not it is activated.
 SCRIPTS = Path(sys.executable).parent
 RECIPES: Mapping[str, Mapping[str, int]] = {
-    "short": {"speed_prompts": 40, "proof_prompts": 8, "untrained_prompts": 8},
-    "long": {"speed_prompts": 100, "proof_prompts": 20, "untrained_prompts": 8},
+    "short": {"speed_prompts": 24, "proof_prompts": 6, "untrained_prompts": 6, "max_new_tokens": 64},
+    "long": {"speed_prompts": 100, "proof_prompts": 20, "untrained_prompts": 8, "max_new_tokens": 128},
 }
 
 
@@ -85,6 +85,7 @@ class Demo:
     def evaluate(self, name: str, drafter: Path, dtype: str, max_prompts: int) -> dict[str, Any]:
         command = ["dflash-train", "eval", "--target", self.target, "--drafter", drafter, "--dtype", dtype]
         command += ["--prompts", HERE / "heldout.jsonl", "--max-prompts", max_prompts, "--json"]
+        command += ["--max-new-tokens", self.recipe["max_new_tokens"]]
         if name == "untrained":
             command.append("--no-plain")
         return self.report(f"eval-{name}", command, f"6/6 evaluate ({name}, {dtype})")
