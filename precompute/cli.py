@@ -21,17 +21,24 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @config_options(PrecomputeConfig)
 def plan(config: PrecomputeConfig, as_json: bool) -> None:
-    """Tokenise the data, report sizes, and write the planned store if --store is given. Needs no weights."""
+    """Tokenise the data, report sizes, and write the planned store if --store is given. Needs no weights.
+
+    An existing store of the same plan stays as it is; one of another plan is refused, naming what differs.
+    """
     from precompute.planning import plan as make_plan
     from precompute.reporting import plan_report
+    from precompute.run import check_plan, write_plan
 
+    planned_before = config.store is not None and config.store.exists()
+    if config.store is not None and planned_before:
+        check_plan(config, config.store)
     planned = make_plan(config)
     report = plan_report(planned, config.store)
     click.echo(json.dumps(report, indent=2) if as_json else _plan_text(report))
-    if config.store is not None:
-        from precompute.run import write_plan
-
+    if config.store is not None and not planned_before:
         write_plan(planned, config.store)
+    elif planned_before and not as_json:
+        click.echo(f"store        {config.store} has this plan already")
 
 
 @main.command()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_tools.errors import ConfigError, DataError, StoreError, TargetError
+from cache_tools.errors import ConfigError, DataError, TargetError
 from cache_tools.layer_ids import default_layer_ids
 from cache_tools.layout import Layout, default_shard_rows, plan_layout
 from cache_tools.manifest import DataSpec, LayoutSpec, Manifest, SourceSpec, TargetSpec
@@ -87,11 +87,8 @@ class Plan:
 def plan(config: PrecomputeConfig) -> Plan:
     """Reads and tokenises all data; writes nothing.
 
-    Raises ConfigError, DataError or TargetError, and StoreError if there is something at the store's path already.
+    Raises ConfigError, DataError or TargetError.
     """
-    if config.store is not None and config.store.exists():
-        fix = "complete it with `dflash-precompute run`, remove it, or choose another path"
-        raise StoreError("there is something at the path of the new store", where=config.store, fix=fix)
     target = read_target(config)
     sources = find_sources(config.data)
     hashes = hash_sources(sources, config.threads)

@@ -61,7 +61,7 @@ def run(config: PrecomputeConfig) -> RunSummary:
         write_plan(plan(config), path)
     Store.open(path)  # says so if this is no store, before it is locked
     with store_lock(path) as lock:
-        manifest = _check_plan(config, path)
+        manifest = check_plan(config, path)
         _bind(config, path, manifest, devices[0])
         store = Store.open(path)
         missing = [shard for shard in range(store.num_shards) if shard not in store.sealed]
@@ -91,8 +91,11 @@ def _store_path(config: PrecomputeConfig) -> Path:
     return config.store
 
 
-def _check_plan(config: PrecomputeConfig, path: Path) -> Manifest:
-    """What the store must be bound to, without engine. Raises StoreError naming each field that changed."""
+def check_plan(config: PrecomputeConfig, path: Path) -> Manifest:
+    """What the store must be bound to, without engine.
+
+    Raises StoreError when there is no store at `path`, or naming each field that changed.
+    """
     stored = Store.open(path).manifest
     now = manifest_now(config, stored)
     differences = stored.plan().differences(now)

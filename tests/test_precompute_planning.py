@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from precompute_cases import chat, chats, make_precompute_config, make_target, write_jsonl
+from precompute_cases import chat, chats, directory_bytes, make_precompute_config, make_target, write_jsonl
 
 from cache_tools.codecs import content_id
 from cache_tools.errors import ConfigError, DataError, StoreError, TargetError
@@ -158,9 +158,14 @@ def test_the_plan_command_prints_json_and_writes_the_store_without_weights(targe
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["samples"] == 4
     assert Store.open(tmp_path / "s").manifest.target.weights_sha256 is None
+    before = directory_bytes(tmp_path / "s")
     again = CliRunner().invoke(main, [*arguments, *options])
-    assert again.exit_code == 1
-    assert "something at the path" in again.stderr
+    assert again.exit_code == 0
+    assert {**json.loads(again.stdout), "free_bytes": 0} == {**json.loads(result.stdout), "free_bytes": 0}
+    other = CliRunner().invoke(main, [*arguments, "--layer-ids", "0,1", "--max-length", "256"])
+    assert other.exit_code == 1
+    assert "layer_ids" in other.stderr
+    assert directory_bytes(tmp_path / "s") == before
 
 
 @settings(max_examples=30, deadline=None)

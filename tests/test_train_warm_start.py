@@ -14,7 +14,8 @@ from torch import Tensor
 from cache_tools.errors import TargetError
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
-from train.warm_start import copy_last_layers
+from train.target_parts import TargetParts
+from train.warm_start import copy_last_layers, read_deepest_tap, use_target_norm
 
 NUM_TARGET_LAYERS = 5
 TARGET: dict[str, Any] = {
@@ -144,3 +145,34 @@ def test_missing_and_torn_weights_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(TargetError, match=r"gone\.safetensors"):
         copy_last_layers(make_drafter(), target, TARGET)
+
+
+@pytest.mark.parametrize("adds_one", [False, True])
+def test_the_last_norm_starts_as_what_the_targets_norm_multiplies_by(adds_one: bool) -> None:
+    weight = torch.linspace(0.5, 3.0, 16)
+    table = torch.zeros(64, 16)
+    drafter = make_drafter()
+    use_target_norm(
+        drafter,
+        TargetParts(embedding=table, lm_head=table, norm_weight=weight, norm_eps=1e-6, norm_adds_one=adds_one),
+    )
+    assert torch.equal(drafter.norm.weight, weight + 1 if adds_one else weight)
+
+
+def test_context_rows_start_as_the_deepest_tap_normed_for_the_first_draft_layer() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rms = torch.rand(2 * 16, generator=generator) * 20 + 0.1  # channels of very different size
+    features = torch.randn(200, 2 * 16, generator=generator) * rms
+    drafter = make_drafter()
+    with torch.no_grad():
+        drafter.draft_layers()[0].input_layernorm.weight.copy_(torch.rand(16, generator=generator) + 0.5)
+    read_deepest_tap(drafter, 1 / rms)
+    deepest = features[:, 16:]
+    expected = (
+        deepest * deepest.square().mean(-1, keepdim=True).rsqrt() * drafter.draft_layers()[0].input_layernorm.weight
+    )
+    similarity = torch.nn.functional.cosine_similarity(drafter.context(features / rms), expected, dim=-1)
+    assert float(similarity.mean()) > 0.98
+    other = features.clone()
+    other[:, :16] = 0
+    assert not torch.equal(drafter.context(other / rms), drafter.context(features / rms)), "the other taps take part"

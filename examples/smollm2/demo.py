@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 # Scripts of the environment that runs this file, whether or not it is activated.
 SCRIPTS = Path(sys.executable).parent
 RECIPES: Mapping[str, Mapping[str, int]] = {
-    "short": {"speed_prompts": 24, "proof_prompts": 6, "untrained_prompts": 6, "max_new_tokens": 64},
+    "short": {"speed_prompts": 32, "proof_prompts": 6, "untrained_prompts": 6, "max_new_tokens": 64},
     "long": {"speed_prompts": 100, "proof_prompts": 20, "untrained_prompts": 8, "max_new_tokens": 128},
 }
 
