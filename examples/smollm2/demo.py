@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = Path(sys.executable).parent
 RECIPES: Mapping[str, Mapping[str, int]] = {
     "short": {"speed_prompts": 32, "proof_prompts": 6, "untrained_prompts": 6, "max_new_tokens": 64},
-    "long": {"speed_prompts": 100, "proof_prompts": 20, "untrained_prompts": 8, "max_new_tokens": 128},
+    "long": {"speed_prompts": 64, "proof_prompts": 16, "untrained_prompts": 8, "max_new_tokens": 128},
 }
 
 
@@ -91,13 +91,15 @@ class Demo:
         return self.report(f"eval-{name}", command, f"6/6 evaluate ({name}, {dtype})")
 
     def report(self, name: str, command: list[Any], title: str) -> dict[str, Any]:
-        """Runs a command with --json and returns what it printed; a report of an earlier run is used again."""
-        path = self.reports / f"{name}.json"
-        if not path.exists():
-            output = execute(title, [SCRIPTS / command[0], *command[1:]], capture=True)
-            path.write_text(output, encoding="utf-8")
-        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return loaded
+        """Runs a command with --json and returns what it printed; the report of an earlier equal command is used again."""
+        path, words = self.reports / f"{name}.json", [str(word) for word in command]
+        if path.exists():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            if earlier["command"] == words:
+                return dict(earlier["report"])
+        report: dict[str, Any] = json.loads(execute(title, [SCRIPTS / words[0], *words[1:]], capture=True))
+        path.write_text(json.dumps({"command": words, "report": report}, indent=1), encoding="utf-8")
+        return report
 
     def rows(
         self, stored: Mapping[str, Any], speed: Mapping[str, Any], proof: Mapping[str, Any], before: Mapping[str, Any]
