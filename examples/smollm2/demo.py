@@ -91,7 +91,7 @@ class Demo:
         return self.report(f"eval-{name}", command, f"6/6 evaluate ({name}, {dtype})")
 
     def report(self, name: str, command: list[Any], title: str) -> dict[str, Any]:
-        """Runs a command with --json and returns what it printed; the report of an earlier equal command is used again."""
+        """What a command prints with --json. The report of an earlier run of the same command is used again."""
         path, words = self.reports / f"{name}.json", [str(word) for word in command]
         if path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
