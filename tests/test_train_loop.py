@@ -99,10 +99,10 @@ def test_kill_9_at_random_moments_gives_the_uninterrupted_curve(store_path: Path
     changes = {"steps": steps, "checkpoint_every": 5}
     run(settings(store_path, tmp_path / "whole", **changes))
     code = (
-        "import sys; from pathlib import Path; from tests.test_train_loop import settings, run; "
+        "import sys; from pathlib import Path; from test_train_loop import settings, run; "
         f"run(settings(Path({str(store_path)!r}), Path({str(tmp_path / 'killed')!r}), **{changes!r}))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent)}
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for kill_at in (*sorted(rng.sample(range(2, steps - 2), 3)), None):
         process = subprocess.Popen([sys.executable, "-c", code], env=environment)
