@@ -55,7 +55,9 @@ def verify(store: Path, as_json: bool) -> None:
     else:
         for finding in findings:
             click.echo(str(finding))
-        click.echo(f"{len(findings)} findings" if findings else "ok: every file matches its checksum")
+        click.echo(
+            f"{len(findings)} findings" if findings else f"ok: every file matches its checksum{_unfinished(store)}"
+        )
     sys.exit(1 if findings else 0)
 
 
@@ -76,6 +78,14 @@ def show(store: Path, sample: int, as_json: bool) -> None:
         click.echo(json.dumps(text.to_dict(), indent=2, ensure_ascii=False))
     else:
         click.echo(_marked(text))
+
+
+def _unfinished(path: Path) -> str:
+    """What a sound store still lacks; empty for a complete one."""
+    from cache_tools.reader import Store
+
+    store = Store.open(path)
+    return "" if store.complete else f", but only {len(store.sealed)} of {store.num_shards} shards are computed"
 
 
 def _marked(text: SampleText) -> str:

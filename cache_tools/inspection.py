@@ -144,6 +144,8 @@ def _describe_hidden(store: Store) -> dict[str, Json]:
 
 
 def _shown(value: Json) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cache_tools.errors import ConfigError
+from cache_tools.template_args import parse_template_args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +112,3 @@ class PrecomputeConfig:
             "limit": self.limit,
             "shard_mb": self.shard_mb,
         }
-
-
-def parse_template_args(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """`("enable_thinking=false",)` -> `{"enable_thinking": False}`. Raises ConfigError naming the bad pair."""
-    parsed: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        try:
-            if not equals or not name.isidentifier():
-                raise ValueError(pair)
-            parsed[name] = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(
-                "a template argument is not NAME=JSON",
-                got=repr(pair),
-                expected='for example enable_thinking=false or date="1 May 2026"',
-            ) from error
-    return parsed

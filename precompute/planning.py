@@ -22,8 +22,9 @@ from cache_tools.layer_ids import default_layer_ids
 from cache_tools.layout import Layout, default_shard_rows, plan_layout
 from cache_tools.manifest import DataSpec, LayoutSpec, Manifest, SourceSpec, TargetSpec
 from cache_tools.progress import progress_bar
+from cache_tools.template_args import parse_template_args
 from precompute import fingerprints
-from precompute.config import PrecomputeConfig, parse_template_args
+from precompute.config import PrecomputeConfig
 from precompute.conversations import RawRow, SourceFile, find_sources, read_rows
 from precompute.rows import RowProblem
 from precompute.samples import SampleBuffer

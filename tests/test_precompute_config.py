@@ -10,7 +10,8 @@ import pytest
 
 from cache_tools.errors import ConfigError
 from cache_tools.settings import field_docs
-from precompute.config import PrecomputeConfig, parse_template_args
+from cache_tools.template_args import parse_template_args
+from precompute.config import PrecomputeConfig
 
 
 @pytest.mark.parametrize(
