@@ -1,4 +1,4 @@
-"""The command `dflash-cache`: look into a store and check it."""
+"""The command `dflash-cache`: look into a store, check it, and compare ways to batch it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cache_tools.errors import ConfigError
 from cache_tools.settings import CommandGroup
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON fo
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dflash-offline")
 def main() -> None:
-    """Look into a store of hidden states, and check it."""
+    """Look into a store of hidden states, check it, and compare ways to batch it."""
 
 
 @main.command()
@@ -86,6 +87,72 @@ def _unfinished(path: Path) -> str:
 
     store = Store.open(path)
     return "" if store.complete else f", but only {len(store.sealed)} of {store.num_shards} shards are computed"
+
+
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--lengths",
+    type=click.Path(path_type=Path),
+    help="Instead of STORE: a text file with one length per line, or .npy.",
+)
+@click.option("--strategy", default="all", help="One strategy by name, or all.  [default: all]")
+@click.option("--token-budget", type=int, default=49152, help="Most tokens in a pack.  [default: 49152]")
+@click.option("--epochs", type=int, default=2, help="Epochs to measure; co_occurrence needs two.  [default: 2]")
+@click.option("--packs-per-step", type=int, default=8, help="Packs of an optimizer step.  [default: 8]")
+@click.option("--seed", type=int, default=0, help="Seed of the order.  [default: 0]")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Also draw a picture to this .png file; needs matplotlib."
+)
+@_json_flag
+def packs(
+    store: Path | None,
+    lengths: Path | None,
+    strategy: str,
+    token_budget: int,
+    epochs: int,
+    packs_per_step: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare ways to batch the samples of STORE: how full, how random, how well balanced.
+
+    Random order has z_var 1, ks 0.84, lag1 0, no period, co_occurrence 1. A z_var of 20 means batches sorted by length.
+    """
+    from cache_tools import pack_report
+    from cache_tools.progress import progress_bar
+
+    if (store is None) == (lengths is None):
+        raise ConfigError(
+            "Packs are made from a store or from a file of lengths.",
+            got="neither" if store is None else "both",
+            expected="STORE, or --lengths FILE",
+        )
+    if plot is not None:
+        from cache_tools.pack_pictures import check_can_draw
+
+        check_can_draw(plot)
+    found = pack_report.store_lengths(store) if store is not None else pack_report.read_lengths(Path(lengths or ""))
+    with progress_bar(total=None, unit="samples", desc="packs") as progress:
+        comparisons = pack_report.compare(
+            found,
+            strategy,
+            token_budget=token_budget,
+            num_epochs=epochs,
+            packs_per_step=packs_per_step,
+            seed=seed,
+            progress=progress,
+        )
+    if plot is not None:
+        from cache_tools.pack_pictures import draw_comparison
+
+        draw_comparison(comparisons, found, plot)
+    settings = {"token_budget": token_budget, "epochs": epochs, "packs_per_step": packs_per_step, "seed": seed}
+    if as_json:
+        click.echo(json.dumps(pack_report.to_json(comparisons, found, dict(settings)), indent=2))
+    else:
+        click.echo("\n".join(pack_report.table_lines(comparisons)))
 
 
 def _marked(text: SampleText) -> str:

@@ -17,17 +17,18 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from math import ceil
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_tools.balance import balance_step
 from cache_tools.errors import ConfigError
 from cache_tools.order import Permutation
 
 Ints = NDArray[np.int64]
 
-PACKER_VERSION: Final = 1
+PACKER_VERSION: Final = 2
 WINDOW: Final = 32_768
 _SLACK_PER_10000: Final = 4  # unused share of the budget that the cut aims for: the room in which repair works
 _MAX_TOKEN_BUDGET: Final = 1 << 28
@@ -43,7 +44,7 @@ _EXCHANGES_AT_ONCE: Final = 1 << 18  # bounds the working set of repair; 1 MB st
 class WindowPacks:
     """The packs of one window: pack i is `samples[offsets[i]:offsets[i + 1]]`, in stream order."""
 
-    samples: Ints  # [samples of the window]
+    samples: Ints  # [samples of the window] indices into the plan's lengths
     offsets: Ints  # [num_packs + 1]
 
     @property
@@ -51,7 +52,7 @@ class WindowPacks:
         return len(self.offsets) - 1
 
     def pack(self, index: int) -> Ints:
-        """Sample numbers of one pack."""
+        """Indices of one pack."""
         return self.samples[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -71,6 +72,9 @@ class PackPlan:
     Holds the lengths and the two windows used last; the order itself takes no memory.
     """
 
+    strategy: str = "global"
+    balanced: ClassVar[bool] = True  # whether samples are exchanged between the packs of a step
+
     def __init__(
         self,
         lengths: NDArray[np.integer],
@@ -79,6 +83,7 @@ class PackPlan:
         token_budget: int,
         packs_per_step: int,
         samples: NDArray[np.integer] | None = None,
+        supervised: NDArray[np.integer] | None = None,
         identity: bytes = b"",
     ) -> None:
         """
@@ -86,7 +91,8 @@ class PackPlan:
             lengths: tokens of each sample, [n], all >= 1.
             token_budget: most tokens in a pack.
             packs_per_step: packs of one optimizer step, over all ranks.
-            samples: number of each sample where they are not 0..n-1, [n].
+            samples: number of each sample where they are not 0..n-1, [n]; a number may come several times.
+            supervised: supervised tokens of each sample, to balance the packs of a step, [n].
             identity: what else the fingerprint shall cover, such as the samples' content ids.
 
         Raises:
@@ -95,11 +101,14 @@ class PackPlan:
         self.lengths: Ints = np.ascontiguousarray(lengths, dtype=np.int64)
         self._samples = None if samples is None else np.ascontiguousarray(samples, dtype=np.int64)
         assert self._samples is None or self._samples.shape == self.lengths.shape
+        self._supervised = None if supervised is None else np.ascontiguousarray(supervised, dtype=np.int64)
+        assert self._supervised is None or self._supervised.shape == self.lengths.shape
         self.seed, self.token_budget, self.packs_per_step = seed, token_budget, packs_per_step
         self._check()
         digest = blake2b(self.lengths.astype("<i8").tobytes(), digest_size=16)
-        if self._samples is not None:
-            digest.update(self._samples.astype("<i8").tobytes())
+        for name, column in (("samples", self._samples), ("supervised", self._supervised)):
+            if column is not None:
+                digest.update(name.encode() + column.astype("<i8").tobytes())
         digest.update(identity)
         self.fingerprint = digest.hexdigest()
         self.window_packs = lru_cache(maxsize=2)(self._window_packs)
@@ -147,10 +156,10 @@ class PackPlan:
         pack_of = assign_packs(self.lengths[stream], self.token_budget)
         counts = np.bincount(pack_of)
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return WindowPacks(self._numbers(stream[np.argsort(pack_of, kind="stable")]), offsets)
+        return WindowPacks(stream[np.argsort(pack_of, kind="stable")], offsets)
 
     def step(self, cursor: PackCursor) -> tuple[list[Ints], PackCursor]:
-        """The `packs_per_step` packs of the cursor's step and the cursor of the next step.
+        """The sample numbers of the `packs_per_step` packs of the cursor's step, and the cursor of the next step.
 
         A step may reach into the next epochs, so that no pack is ever dropped or repeated.
         """
@@ -166,7 +175,10 @@ class PackPlan:
                 if window == self.num_windows:
                     epoch, window = epoch + 1, 0
             if len(packs) == self.packs_per_step:
-                return packs, PackCursor(step=cursor.step + 1, epoch=epoch, window=window, pack=index)
+                if self.balanced:
+                    packs = balance_step(packs, self.lengths, self.token_budget, self._supervised)
+                following = PackCursor(step=cursor.step + 1, epoch=epoch, window=window, pack=index)
+                return [self._numbers(pack) for pack in packs], following
 
     def epochs_done(self, cursor: PackCursor) -> float:
         """Epochs consumed before the cursor, fractional, for display."""
@@ -192,6 +204,7 @@ class PackPlan:
     def _identity(self) -> dict[str, int | str]:
         return {
             "packer_version": PACKER_VERSION,
+            "strategy": self.strategy,
             "seed": self.seed,
             "token_budget": self.token_budget,
             "packs_per_step": self.packs_per_step,

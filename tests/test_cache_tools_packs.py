@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -115,6 +115,94 @@ def test_plans_are_frozen() -> None:
     assert walk(plan, PackCursor(), 1)[0][0][0][:5] == [63258, 37227, 67022, 48416, 28364]
 
 
+@pytest.mark.parametrize(("with_supervised", "expected"), [(False, "49ce754b1c0decfd"), (True, "44871a1ca2c81e21")])
+def test_steps_are_frozen(with_supervised: bool, expected: str) -> None:
+    lengths = integer_lengths(70_000)
+    supervised = (lengths * (mix64_array(7, np.arange(70_000)) % np.uint64(100)).astype(np.int64)) // 100
+    plan = PackPlan(
+        lengths,
+        seed=5,
+        token_budget=BUDGET,
+        packs_per_step=8,
+        supervised=supervised if with_supervised else None,
+    )
+    digest = blake2b(digest_size=8)
+    for step in walk(plan, PackCursor(), 40)[0]:
+        for pack in step:
+            digest.update(np.array(pack, dtype="<i8").tobytes() + b"|")
+        digest.update(b"/")
+    assert digest.hexdigest() == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=150),
+    st.integers(1, 12),
+    st.integers(1, 32),
+    st.integers(0, 20),
+)
+def test_every_sample_comes_once_per_epoch_on_any_number_of_ranks(
+    lengths: list[int], packs_per_step: int, world_size: int, num_steps: int
+) -> None:
+    supervised = np.array(lengths) // 2
+
+    def fresh() -> PackPlan:
+        return PackPlan(
+            np.array(lengths), seed=1, token_budget=60, packs_per_step=packs_per_step, supervised=supervised
+        )
+
+    alone, end = walk(fresh(), PackCursor(), num_steps)
+    counts = np.zeros(len(lengths), dtype=np.int64)
+    for step, again in zip(alone, walk(fresh(), PackCursor(), num_steps)[0], strict=True):
+        on_ranks = [pack for rank in range(world_size) for pack in again[rank::world_size]]
+        assert sorted(on_ranks) == sorted(step) and len(step) == packs_per_step
+        for pack in on_ranks:
+            assert len(pack) >= 1 and sum(lengths[sample] for sample in pack) <= 60
+            np.add.at(counts, pack, 1)
+    begun = fresh().window_packs(end.epoch, 0)
+    expected = np.full(len(lengths), end.epoch)
+    expected[begun.samples[: begun.offsets[end.pack]]] += 1
+    assert np.array_equal(counts, expected)
+
+
+@pytest.mark.parametrize("num_steps", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_run_killed_again_and_again_on_changing_numbers_of_ranks_trains_on_the_same(num_steps: int) -> None:
+    lengths = integer_lengths(1500)
+    token_budget = 12_000
+
+    def fresh() -> PackPlan:
+        return PackPlan(lengths, seed=9, token_budget=token_budget, packs_per_step=6, supervised=lengths // 3)
+
+    def chained(before: bytes, step: list[Ints]) -> bytes:
+        digest = blake2b(before, digest_size=16)
+        for pack in sorted(step, key=lambda samples: int(samples[0])):
+            digest.update(np.sort(pack).astype("<i8").tobytes() + b"|")
+        return digest.digest()
+
+    plan, cursor, chain_alone = fresh(), PackCursor(), b""
+    state, chain_killed, until_kill, world_size = plan.state(cursor), b"", 0, 1
+    killed = plan
+    for i in range(num_steps):
+        step, cursor = plan.step(cursor)
+        chain_alone = chained(chain_alone, step)
+        if until_kill == 0:
+            killed = fresh()
+            until_kill, world_size = (mix64_array(i, np.arange(2)) % np.uint64(32) + np.uint64(1)).tolist()
+        until_kill -= 1
+        again, position = killed.step(killed.resume(json.loads(json.dumps(state))))
+        state = killed.state(position)
+        chain_killed = chained(chain_killed, [pack for rank in range(world_size) for pack in again[rank::world_size]])
+        assert chain_killed == chain_alone, i
+
+
+def test_a_pack_of_another_epoch_changes_nothing_for_the_samples_of_a_step() -> None:
+    lengths = integer_lengths(40)
+    plan = PackPlan(lengths, seed=1, token_budget=BUDGET, packs_per_step=7)
+    first, _ = walk(plan, PackCursor(), 1)
+    packs = epoch_packs(plan, 0) + epoch_packs(plan, 1) + epoch_packs(plan, 2) + epoch_packs(plan, 3)
+    assert sorted(sample for pack in first[0] for sample in pack) == sorted(np.concatenate(packs[:7]).tolist())
+
+
 def test_windows_are_cut_from_the_stream_and_a_short_last_one_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packs_module, "WINDOW", 100)
     plan = PackPlan(integer_lengths(350), seed=4, token_budget=8000, packs_per_step=2)
@@ -158,12 +246,14 @@ def test_stopping_anywhere_and_resuming_gives_the_same_endless_sequence(
         assert found == expected
         assert cursor == end and cursor.step == sum(cuts)
 
-        flat = [pack for step in expected for pack in step]
+        # Within a step samples may change packs; which samples a step holds is what its packs hold.
+        by_step = [sorted(sample for pack in step for sample in pack) for step in expected]
         plan = fresh()
-        epochs: list[list[int]] = []
+        packs: list[list[int]] = []
         for epoch in range(end.epoch + 1):
-            epochs += [pack.tolist() for pack in epoch_packs(plan, epoch)]
-        assert flat == epochs[: len(flat)]
+            packs += [pack.tolist() for pack in epoch_packs(plan, epoch)]
+        for i, samples in enumerate(by_step):
+            assert samples == sorted(chain(*packs[i * packs_per_step : (i + 1) * packs_per_step]))
 
 
 def test_a_step_larger_than_an_epoch_reaches_into_the_next_ones() -> None:
@@ -194,9 +284,10 @@ def test_num_steps_covers_the_epochs_and_no_more(epochs: float) -> None:
 
 def test_chosen_samples_keep_their_numbers() -> None:
     lengths, chosen = integer_lengths(50), np.arange(100, 150)
-    plain = epoch_packs(PackPlan(lengths, seed=0, token_budget=BUDGET, packs_per_step=1), 0)
-    moved = epoch_packs(PackPlan(lengths, seed=0, token_budget=BUDGET, packs_per_step=1, samples=chosen), 0)
-    assert [pack.tolist() for pack in moved] == [(pack + 100).tolist() for pack in plain]
+    plain = PackPlan(lengths, seed=0, token_budget=BUDGET, packs_per_step=2)
+    moved = PackPlan(lengths, seed=0, token_budget=BUDGET, packs_per_step=2, samples=chosen)
+    expected = [[[sample + 100 for sample in pack] for pack in step] for step in walk(plain, PackCursor(), 3)[0]]
+    assert walk(moved, PackCursor(), 3)[0] == expected
 
 
 def test_state_is_small_plain_json() -> None:
@@ -205,7 +296,9 @@ def test_state_is_small_plain_json() -> None:
     assert len(text) < 1000
 
 
-@pytest.mark.parametrize("field", ["seed", "token_budget", "packs_per_step", "fingerprint", "packer_version"])
+@pytest.mark.parametrize(
+    "field", ["seed", "token_budget", "packs_per_step", "fingerprint", "packer_version", "strategy"]
+)
 def test_resuming_another_order_is_refused_by_name(field: str) -> None:
     lengths = integer_lengths(50)
     plan = PackPlan(lengths, seed=0, token_budget=BUDGET, packs_per_step=2)

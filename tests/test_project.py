@@ -29,6 +29,7 @@ HEAVY = {
     "triton",
     "flash_attn",
     "tensorstore",
+    "matplotlib",
 }
 MAY_IMPORT = {
     "cache_tools": {"cache_tools"},
@@ -126,6 +127,7 @@ def commands() -> list[tuple[str, ...]]:
         ("train", "run"),
         ("train", "eval"),
         ("cache_tools", "info"),
+        ("cache_tools", "packs"),
     ]
 
 

@@ -250,6 +250,46 @@ def test_an_unreadable_sample_stops_the_run_at_its_step_with_the_cause(
         assert num_loader_threads() == 0
 
 
+@pytest.mark.parametrize("error", [OSError(5, "input/output error"), CorruptError("bad checksum")])
+def test_an_unreadable_sample_can_be_left_out_and_all_else_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with make_loader(store) as usual:
+        expected = read(usual, 12)
+    broken_read(monkeypatch, store, 5, error, num_failures=100)
+    num_found = 0
+    with make_loader(store, skip_unreadable=True, prefetch_bytes=0) as loader:
+        for (step, epoch, packs, *rest), batch in zip(expected, loader, strict=False):
+            assert (batch.step, batch.epoch) == (step, epoch)
+            assert [batch.supervised, batch.tokens, batch.state] == rest
+            inside = [sample for pack in packs for sample in pack[0] if sample == 5]
+            assert batch.unreadable == dict.fromkeys(inside, error)
+            assert sorted(batch.samples.tolist()) == sorted(sample for pack in packs for sample in pack[0])
+            num_found += len(inside)
+            for pack, readable in zip(batch.packs, packs, strict=True):
+                assert plain(pack) == without(5, readable)
+        assert loader.stats().retries == 0
+    assert num_found > 1
+
+
+def without(sample: int, pack: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A plain pack with zeros in the place of one sample."""
+    samples, bounds, ids, mask, positions, features = pack
+    for i, number in enumerate(samples):
+        if number == sample:
+            rows = range(bounds[i], bounds[i + 1])
+            ids = [0 if row in rows else value for row, value in enumerate(ids)]
+            mask = [value and row not in rows for row, value in enumerate(mask)]
+            features = [[0] * len(value) if row in rows else value for row, value in enumerate(features)]
+    return samples, bounds, ids, mask, positions, features
+
+
+def test_a_bug_is_never_taken_for_an_unreadable_sample(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_read(monkeypatch, store, 0, AssertionError("a bug"), num_failures=100)
+    with make_loader(store, skip_unreadable=True) as loader, pytest.raises(AssertionError, match="a bug"):
+        read(loader, 20)
+
+
 def steps_of(plan: PackPlan, num_steps: int) -> Iterator[list[NDArray[np.int64]]]:
     cursor = PackCursor()
     for _ in range(num_steps):

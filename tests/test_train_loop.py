@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from cache_tools.errors import CheckpointError, DflashError, StoreError
+from cache_tools.reader import Store
 from cache_tools.synthetic import make_store
 from train import checkpoint as checkpoints
 from train.config import TrainConfig
@@ -154,6 +157,48 @@ def test_another_store_under_the_same_path_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path / "s.zarr", LENGTHS[:-1])
     with pytest.raises(DflashError, match="store"):
         run(config)
+
+
+def damage(store: Store, sample: int) -> None:
+    """Flips a byte of one sample's hidden states, in the middle of its first chunk."""
+    rows = store.manifest.layout.shard_rows
+    path = store.path / "hidden" / "1" / "bits" / "c" / str(store.shard_of(sample)) / "0"
+    content = bytearray(path.read_bytes())
+    chunk = int(store.samples.start[sample]) % rows // store.manifest.layout.chunk_rows
+    offset, size = struct.unpack_from("<QQ", content, len(content) - 4 - 16 * (rows // 8 - chunk))
+    content[offset + size // 2] ^= 64
+    path.write_bytes(content)
+
+
+def test_unreadable_samples_are_left_out_counted_and_named_and_the_order_stays(
+    store_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(store_path, tmp_path / "s.zarr")
+    damage(Store.open(tmp_path / "s.zarr"), 30)
+    whole = settings(store_path, tmp_path / "whole", steps=30)
+    run(whole)
+    damaged = replace(whole, store=tmp_path / "s.zarr", out=tmp_path / "damaged", max_unreadable=9)
+    said = run(damaged)
+    for line, sound in zip(*(read_metrics(config.out / "metrics.jsonl") for config in (damaged, whole)), strict=True):
+        assert line["order_hash"] == sound["order_hash"]
+        assert (line["slots"] < sound["slots"]) == (line["unreadable"] > 0)
+    num_unreadable = summarize(damaged.out)["unreadable"]
+    assert num_unreadable >= 2
+    assert len([line for line in said if line.startswith("sample 30 is left out of step")]) == num_unreadable
+
+
+def test_more_unreadable_samples_than_allowed_stop_the_run_and_the_count_survives_resumption(
+    store_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(store_path, tmp_path / "s.zarr")
+    damage(Store.open(tmp_path / "s.zarr"), 30)
+    config = settings(tmp_path / "s.zarr", tmp_path / "run", steps=30, max_unreadable=1, checkpoint_every=1)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"(?s)too many samples.*samples \[30\].*got: 2\b.*--max-unreadable"):
+            run(config)
+    assert sum(line["unreadable"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
+    with pytest.raises(StoreError, match="sample 30"):
+        run(replace(config, max_unreadable=0))
 
 
 def test_an_incomplete_store_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -38,6 +40,10 @@ class StepBatch:
     """Supervised tokens of the whole step, over all ranks."""
     tokens: int
     """Tokens of the whole step, over all ranks."""
+    samples: NDArray[np.int64]
+    """Samples of the whole step, over all ranks."""
+    unreadable: dict[int, BaseException]
+    """Samples of this rank's packs that could not be read, and why: zeros without loss stand in their place."""
     state: dict[str, int | str]
     """Resume with this to continue after this step; ready for JSON."""
 

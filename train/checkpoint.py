@@ -21,6 +21,7 @@ from cache_tools.errors import CheckpointError
 from train.run_files import writing
 
 _NAME = re.compile(r"step-(\d{9})")
+_PLAIN = ("step", "drafter", "config", "cursor", "order_hash", "num_unreadable")
 _WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.pt"
 # What the readers of JSON, safetensors and torch raise for damaged files.
 _UNREADABLE = (
@@ -46,6 +47,10 @@ class Checkpoint:
     """Settings of the run, as plain values."""
     cursor: dict[str, Any]
     """Position in the endless sequence of packs."""
+    order_hash: str = ""
+    """Hash of which samples each step so far trained on, 16 hex digits."""
+    num_unreadable: int = 0
+    """Samples left out so far because they could not be read."""
 
 
 def save(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
@@ -71,7 +76,7 @@ def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             temporary / _WEIGHTS,
         )
         _save_optimizer(checkpoint.optimizer, temporary / _OPTIMIZER)
-        plain = {name: getattr(checkpoint, name) for name in ("step", "drafter", "config", "cursor")}
+        plain = {name: getattr(checkpoint, name) for name in _PLAIN}
         plain["crc32c"] = {name: _crc32c(temporary / name) for name in (_WEIGHTS, _OPTIMIZER)}
         (temporary / "trainer.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
         for path in temporary.iterdir():

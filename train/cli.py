@@ -21,13 +21,19 @@ def main() -> None:
 def run(config: TrainConfig) -> None:
     """Train a drafter. Run the same command again to resume after an interruption."""
     from train.loop import train
+    from train.ranks import OtherRankFailed, is_first_process
     from train.summary import summarize
 
     try:
         train(config, say=click.echo)
+    except OtherRankFailed as error:  # that rank prints why
+        raise click.exceptions.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        click.echo("interrupted; run the same command again to resume from the newest checkpoint", err=True)
+        if is_first_process():
+            click.echo("interrupted; run the same command again to resume from the newest checkpoint", err=True)
         raise click.exceptions.Exit(130) from None
+    if not is_first_process():
+        return
     summary = summarize(config.out)
     if summary["steps"]:
         click.echo(

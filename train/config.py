@@ -56,6 +56,12 @@ class TrainConfig:
     """Passes over the store. Ignored when steps is given."""
     steps: int | None = None
     """Optimizer steps in total. 0 writes the untrained drafter and stops."""
+    order: Literal["global", "sorted-static", "sorted-chunks", "random-padded", "bucketed"] = "global"
+    """How samples are batched. global: a true shuffle, packed. The others are for comparison, and worse."""
+    validation_share: float = 0.0
+    """Part of the samples that is not trained on, chosen by content: duplicates are on one side only."""
+    source_weights: tuple[str, ...] = ()
+    """NAME=WEIGHT: how often an epoch holds a data source, for example 2, 0.25 or 1/3. Default: each once."""
     seed: int = 0
     """Seed of data order, anchors, noise and initial weights."""
 
@@ -91,7 +97,9 @@ class TrainConfig:
     reader_threads: int = 2
     """Threads that read and decode hidden states."""
     prefetch_mb: int = 512
-    """Most megabytes of hidden states read ahead."""
+    """Most megabytes of hidden states read ahead, per process."""
+    max_unreadable: int = 0
+    """Most samples that may be left out because they cannot be read, each time counted; then the run stops."""
     log_every: int = 10
     """Steps between console lines; metrics.jsonl gets every step."""
     checkpoint_every: int = 500
@@ -123,13 +131,14 @@ class TrainConfig:
             "noise_end",
             "weight_decay",
             "mask_token_id",
+            "max_unreadable",
         ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 0)
         for name in ("lr", "clip_norm", "epochs", "gamma"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive", got=getattr(self, name))
-        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2"):
+        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2", "validation_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must lie between 0 and 1", got=getattr(self, name))
 
@@ -144,7 +153,7 @@ class TrainConfig:
 # What may change between a run and its resumption: none of these alters what is computed.
 RESUMABLE_CHANGES = frozenset(
     {"out", "store", "threads", "reader_threads", "prefetch_mb", "log_every", "checkpoint_every"}
-    | {"keep_checkpoints", "init_target"}
+    | {"keep_checkpoints", "init_target", "max_unreadable"}
 )
 
 

@@ -15,9 +15,9 @@ from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetEr
 from cache_tools.progress import Progress
 from train.config import EvalConfig
 from train.decoding import Decoded, SpeculativeDecoder, decode_greedily
+from train.devices import pick_device
 from train.drafter import DFlashDrafter
 from train.loading import load_any_drafter
-from train.state import pick_device
 from train.target_parts import TargetParts
 
 

@@ -23,10 +23,13 @@ from cache_tools.reader import Store
 NUM_CALIBRATION_SAMPLES = 64
 
 
-def channel_rms(store: Store, layer_ids: Sequence[int], samples: NDArray[np.int64]) -> Tensor:
+def channel_rms(
+    store: Store, layer_ids: Sequence[int], samples: NDArray[np.int64], *, skip_unreadable: bool = False
+) -> Tensor:
     """Root mean square of every tapped channel, float32 [F, H], over a fixed choice of `samples`.
 
     The first token of each sample is left out: it is an attention sink with a norm 40-160 times the others'.
+    With `skip_unreadable`, what cannot be read does not count.
     Raises StoreError when there is no sample, none has a second token, or a layer is zero in all of them.
     """
     if len(samples) == 0:
@@ -40,7 +43,12 @@ def channel_rms(store: Store, layer_ids: Sequence[int], samples: NDArray[np.int6
     total = np.zeros((len(layer_ids), store.hidden_size), np.float64)
     count = 0
     for sample in chosen.tolist():
-        states = bf16_to_float32(store.read_hidden(sample, layer_ids))[1:]
+        try:
+            states = bf16_to_float32(store.read_hidden(sample, layer_ids))[1:]
+        except (StoreError, OSError):
+            if not skip_unreadable:
+                raise
+            continue
         total += np.square(states, dtype=np.float64).sum(axis=0)
         count += len(states)
     if count == 0:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cache_tools.errors import ConfigError, StoreError
 from cache_tools.packs import PackCursor, PackPlan
 from cache_tools.reader import Store
+from cache_tools.strategies import plan_for
 from train.batches import LoaderStats, Pack, StepBatch
 from train.read_ahead import ReadAhead
 
@@ -41,10 +42,15 @@ class Loader:
         prefetch_bytes: int,
         num_threads: int,
         samples: NDArray[np.int64] | None = None,
+        order: str = PackPlan.strategy,
+        skip_unreadable: bool = False,
     ) -> None:
         """
         Args:
-            samples: train on these samples only; default all. Rejected samples are always left out.
+            skip_unreadable: deliver a sample that cannot be read as zeros without loss, instead of raising.
+            samples: one epoch's samples, a number as often as it comes; default each once. Rejected samples are
+                always left out.
+            order: how samples are batched, a name that `plan_for` knows.
             start_state: `StepBatch.state` of the last step done, by any number of ranks.
 
         Raises:
@@ -63,9 +69,16 @@ class Loader:
                 expected=f"some of {list(store.layer_ids)}",
                 fix="choose among the stored layers, or precompute a store that has them",
             )
-        plan = pack_plan(store, seed=seed, token_budget=token_budget, packs_per_step=packs_per_step, samples=samples)
+        plan = pack_plan(
+            store,
+            seed=seed,
+            token_budget=token_budget,
+            packs_per_step=packs_per_step,
+            samples=samples,
+            order=order,
+        )
         cursor = PackCursor() if start_state is None else plan.resume(start_state)
-        self._read_ahead = ReadAhead(store, plan, layer_ids, rank, world_size, prefetch_bytes)
+        self._read_ahead = ReadAhead(store, plan, layer_ids, rank, world_size, prefetch_bytes, skip_unreadable)
         weakref.finalize(self, self._read_ahead.close)
         self._read_ahead.start(cursor, num_threads)
 
@@ -101,23 +114,31 @@ class Loader:
 
 
 def pack_plan(
-    store: Store, *, seed: int, token_budget: int, packs_per_step: int, samples: NDArray[np.int64] | None = None
+    store: Store,
+    *,
+    seed: int,
+    token_budget: int,
+    packs_per_step: int,
+    samples: NDArray[np.int64] | None = None,
+    order: str = PackPlan.strategy,
 ) -> PackPlan:
     """The plan that a `Loader` with these settings follows. Raises ConfigError as `Loader` does."""
     chosen = _usable(store, samples)
-    return PackPlan(
+    return plan_for(
+        order,
         store.samples.length[chosen],
         seed=seed,
         token_budget=token_budget,
         packs_per_step=packs_per_step,
-        samples=None if len(chosen) == store.num_samples else chosen,
+        samples=None if np.array_equal(chosen, np.arange(store.num_samples)) else chosen,
+        supervised=store.samples.supervised[chosen],
         identity=store.samples.content_id[chosen].tobytes(),
     )
 
 
 def _usable(store: Store, samples: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Ascending numbers of the wanted samples that were not rejected."""
-    wanted = np.arange(store.num_samples) if samples is None else np.unique(samples)
+    """Ascending numbers of the wanted samples that were not rejected, each as often as it is wanted."""
+    wanted = np.arange(store.num_samples) if samples is None else np.sort(samples)
     if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < store.num_samples:
         raise ConfigError(
             "There is no such sample in the store.",
@@ -125,4 +146,4 @@ def _usable(store: Store, samples: NDArray[np.int64] | None) -> NDArray[np.int64
             got=f"samples {wanted[0]} to {wanted[-1]}",
             expected=f"0 to {store.num_samples - 1}",
         )
-    return np.setdiff1d(wanted, np.fromiter(store.rejected, np.int64, len(store.rejected)))
+    return wanted[~np.isin(wanted, np.fromiter(store.rejected, np.int64))]

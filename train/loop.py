@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,36 +17,42 @@ from train.attention import BlockLayout
 from train.checkpoint import Checkpoint
 from train.config import TrainConfig
 from train.features import add_noise
+from train.ledger import extend_hash, tokens_by_source
 from train.loader import Loader, Pack, StepBatch
 from train.metrics import Console, LoaderLoad, MetricsFile, StepMetrics
 from train.objective import BlockSums, block_loss
+from train.ranks import join
 from train.run_files import run_lock
 from train.schedule import cosine, learning_rate
 from train.state import TrainingState, prepare
 
 
 def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
-    """Trains a drafter to `config.out`, from its newest checkpoint if there is one.
+    """Trains a drafter to `config.out`, from its newest checkpoint if there is one; under torchrun, one rank of it.
 
-    `say` gets the console lines.
+    `say` gets the console lines, on the first rank only. That rank alone writes to `config.out`.
 
-    Raises DflashError for a store, a checkpoint or settings that do not fit, for unreadable samples and a full disk.
+    Raises DflashError for a store, a checkpoint or settings that do not fit, for unreadable samples and a full disk;
+    OtherRankFailed when that happened on another rank.
     """
-    state = prepare(config, say)
-    with run_lock(config.out):
-        _run(state, say)
+    with join(config.device) as ranks, ranks.stop_together():
+        speak = say if ranks.is_first else _say_nothing
+        state = prepare(config, speak, ranks)
+        with run_lock(config.out) if ranks.is_first else nullcontext():
+            _run(state, speak)
 
 
 def _run(state: TrainingState, say: Callable[[str], None]) -> None:
-    config = state.config
+    config, ranks = state.config, state.ranks
     _save_if_due(state)
+    metrics_file = MetricsFile(config.out / "metrics.jsonl", last_step=state.step) if ranks.is_first else None
     if state.step == state.total_steps:
-        MetricsFile(config.out / "metrics.jsonl", last_step=state.step).close()
+        if metrics_file is not None:
+            metrics_file.close()
         return
     console = Console(total_steps=state.total_steps, start_step=state.step)
-    metrics_file = MetricsFile(config.out / "metrics.jsonl", last_step=state.step)
     load = _LoadMeter()
-    with state.open_loader() as loader, metrics_file:
+    with state.open_loader() as loader, metrics_file or nullcontext():
         began = time.monotonic()
         for batch in loader:
             assert batch.step == state.step, "the loader and the optimizer must agree on the step"
@@ -57,8 +64,10 @@ def _run(state: TrainingState, say: Callable[[str], None]) -> None:
                 min_ratio=config.min_lr_ratio,
             )
             noise = cosine(state.step, total=state.total_steps, start=config.noise_start, end=config.noise_end)
+            num_unreadable = _count_unreadable(state, batch, say)
             sums, grad_norm = train_step(state, batch, lr=lr, noise=noise)
             state.step, state.cursor = state.step + 1, batch.state
+            state.order_hash = extend_hash(state.order_hash, batch.samples)
 
             now = time.monotonic()
             metrics = StepMetrics(
@@ -73,13 +82,18 @@ def _run(state: TrainingState, say: Callable[[str], None]) -> None:
                 tokens=batch.tokens,
                 blocks=int(sums.blocks),
                 slots=int(sums.valid_at.sum()),
+                unreadable=num_unreadable,
+                order_hash=f"{state.order_hash:016x}",
+                source_tokens=tokens_by_source(state.store, batch.samples),
                 seconds=now - began,
             )
             began = now
-            metrics_file.write(metrics)
-            console.count(packs=len(batch.packs), tokens=batch.tokens)
+            if metrics_file is not None:
+                metrics_file.write(metrics)
+            console.count(packs=config.packs_per_step, tokens=batch.tokens)
             if state.step % config.log_every == 0 or state.step == state.total_steps:
-                say(console.line(metrics, load.since_last(loader)))
+                loads = ranks.gather(load.since_last(loader))
+                say(console.line(metrics, LoaderLoad.over_ranks(loads)))
             # Before the next batch: if that cannot be read, what was learned so far is safe.
             _save_if_due(state)
             if state.step == state.total_steps:
@@ -95,10 +109,11 @@ def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: floa
     sums = BlockSums.zero(state.config.block_size, state.device)
     for pack in batch.packs:
         sums += _accumulate(state, batch, pack, noise)
+    sums = _over_ranks(state, sums)
     if not sums.weight > 0:
         raise StoreError(
             "a step has no supervised block",
-            where=f"step {batch.step}, samples {[s for pack in batch.packs for s in pack.samples][:20]}",
+            where=_where(batch),
             fix="raise --anchors-per-step or --packs-per-step, or plan the store with a larger --min-supervised",
         )
     parameters = [p for p in state.drafter.parameters() if p.grad is not None]
@@ -107,7 +122,7 @@ def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: floa
     if not torch.isfinite(torch.tensor(grad_norm)):
         raise StoreError(
             "the gradient is not finite; nothing was updated",
-            where=f"step {batch.step}, samples {[s for pack in batch.packs for s in pack.samples][:20]}",
+            where=_where(batch),
             got=f"loss {sums.mean_loss}, gradient norm {grad_norm}",
             fix="check these samples with `dflash-cache show`, lower --lr, or train with --precision fp32",
         )
@@ -116,6 +131,46 @@ def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: floa
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     return sums, grad_norm
+
+
+def _over_ranks(state: TrainingState, sums: BlockSums) -> BlockSums:
+    """Adds up the sums and the gradients of all ranks; one whose share of the step has no block adds zeros.
+
+    Not DistributedDataParallel, which averages over ranks what each has divided by its own weight: that is the mean of
+    means again, and a rank without a pack would count. Nor would it run a backward pass there, and the others wait.
+    """
+    vector = sums.vector()
+    state.ranks.sum(vector)
+    state.ranks.sum_gradients(state.drafter.parameters())
+    return BlockSums.from_vector(vector)
+
+
+def _where(batch: StepBatch) -> str:
+    return f"step {batch.step}, samples {batch.samples[:20].tolist()}"
+
+
+def _count_unreadable(state: TrainingState, batch: StepBatch, say: Callable[[str], None]) -> int:
+    """Samples of the step, over all ranks, that could not be read and train nothing; names them.
+
+    Raises StoreError when the run now has more of them than --max-unreadable.
+    """
+    if state.config.max_unreadable == 0:  # then the loader raises
+        return 0
+    own = {sample: " ".join(str(error).split()) for sample, error in batch.unreadable.items()}
+    found = {sample: error for part in state.ranks.gather(own) for sample, error in part.items()}
+    for sample, error in found.items():
+        say(f"sample {sample} is left out of step {batch.step}: it cannot be read: {error}")
+    state.num_unreadable += len(found)
+    if state.num_unreadable > state.config.max_unreadable:
+        raise StoreError(
+            "too many samples cannot be read",
+            where=f"{state.store.path}, step {batch.step}, samples {list(found)}",
+            got=state.num_unreadable,
+            expected=f"at most {state.config.max_unreadable} (--max-unreadable)",
+            fix="check that the disk is mounted and healthy, and the store with `dflash-cache verify`; then run the "
+            "same command again to resume",
+        )
+    return len(found)
 
 
 def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float) -> BlockSums:
@@ -157,8 +212,12 @@ def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float
     return output.sums
 
 
+def _say_nothing(_: str) -> None:
+    return
+
+
 def _save_if_due(state: TrainingState) -> None:
-    if not state.must_save():
+    if not (state.must_save() and state.ranks.is_first):
         return
     snapshot = Checkpoint(
         step=state.step,
@@ -168,6 +227,8 @@ def _save_if_due(state: TrainingState) -> None:
         drafter=state.drafter_plain,
         config=state.config_plain,
         cursor=state.cursor,
+        order_hash=f"{state.order_hash:016x}",
+        num_unreadable=state.num_unreadable,
     )
     checkpoints.save(state.config.out, snapshot, keep=state.config.keep_checkpoints)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from train.run_files import write_text, writing
 
@@ -34,6 +35,12 @@ class StepMetrics:
     blocks: int
     slots: int
     """Supervised slots."""
+    unreadable: int
+    """Samples of the step that were left out because they could not be read."""
+    order_hash: str
+    """Which samples each step up to this one trained on: equal in two runs if these were the same."""
+    source_tokens: dict[str, int]
+    """Context tokens by data source."""
     seconds: float
     """Wall clock of the step, waiting for data included."""
 
@@ -86,6 +93,16 @@ class LoaderLoad:
     wait_seconds: float
     """Time the drafter stood still for data."""
 
+    @classmethod
+    def over_ranks(cls, loads: Sequence[LoaderLoad]) -> LoaderLoad:
+        """All ranks together. The one that waits longest holds up the rest."""
+        return cls(
+            packs_read=sum(load.packs_read for load in loads),
+            read_ahead=sum(load.read_ahead for load in loads),
+            packs_ready=sum(load.packs_ready for load in loads),
+            wait_seconds=max(load.wait_seconds for load in loads),
+        )
+
 
 class Console:
     """Formats the console line. Rates cover the time since the previous line."""
@@ -124,6 +141,6 @@ def _clock(seconds: float) -> str:
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def read_metrics(path: Path) -> list[Mapping[str, float]]:
+def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     """All lines of a metrics.jsonl, in order."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

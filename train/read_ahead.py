@@ -50,6 +50,7 @@ class _OpenPack:
     loss_mask: NDArray[np.bool_]  # [T]
     num_missing: int  # samples not read yet
     errors: dict[int, BaseException] = field(default_factory=dict)  # by position in the pack
+    unreadable: dict[int, BaseException] = field(default_factory=dict)  # by sample
 
     def finish(self) -> Pack:
         num_tokens = len(self.input_ids)
@@ -73,6 +74,7 @@ class _OpenStep:
     packs: list[_OpenPack]
     supervised: int
     tokens: int
+    samples: NDArray[np.int64]  # of all ranks
     state: dict[str, int | str]
 
 
@@ -84,10 +86,18 @@ class ReadAhead:
     """
 
     def __init__(
-        self, store: Store, plan: PackPlan, layer_ids: Sequence[int], rank: int, world_size: int, prefetch_bytes: int
+        self,
+        store: Store,
+        plan: PackPlan,
+        layer_ids: Sequence[int],
+        rank: int,
+        world_size: int,
+        prefetch_bytes: int,
+        skip_unreadable: bool,
     ) -> None:
         self._store, self._plan, self._layer_ids = store, plan, list(layer_ids)
         self._rank, self._world_size = rank, world_size
+        self._skip_unreadable = skip_unreadable
         self._lengths = store.samples.length
         self._supervised = store.samples.supervised
         self._row_bytes = len(self._layer_ids) * store.hidden_size * 2
@@ -145,8 +155,16 @@ class ReadAhead:
             self._changed.notify_all()
         for pack in step.packs:
             self._raise_first_error(pack)
-        packs = [pack.finish() for pack in step.packs]
-        return StepBatch(step.step, step.epoch, packs, step.supervised, step.tokens, step.state)
+        return StepBatch(
+            step=step.step,
+            epoch=step.epoch,
+            packs=[pack.finish() for pack in step.packs],
+            supervised=step.supervised,
+            tokens=step.tokens,
+            samples=step.samples,
+            unreadable={sample: error for pack in step.packs for sample, error in pack.unreadable.items()},
+            state=step.state,
+        )
 
     def _next_is_complete(self) -> bool:
         if not self._steps:
@@ -209,6 +227,7 @@ class ReadAhead:
             packs=opened,
             supervised=int(self._supervised[whole].sum()),
             tokens=int(self._lengths[whole].sum()),
+            samples=whole,
             state=self._plan.state(after),
         )
 
@@ -259,7 +278,10 @@ class ReadAhead:
             self._read_sample(pack, position)
 
     def _read_sample(self, pack: _OpenPack, position: int) -> None:
-        """Read one sample into its rows of the pack. A transient fault of the disk gets a second attempt."""
+        """Read one sample into its rows of the pack. A transient fault of the disk gets a second attempt.
+
+        If that fails too, the sample's place may stay empty: the pack and all that was planned keep their shape.
+        """
         error: BaseException | None = None
         retried = False
         try:
@@ -270,6 +292,10 @@ class ReadAhead:
                 self._fill(pack, position)
         except BaseException as caught:  # handed to the consumer
             error = caught
+        if self._skip_unreadable and isinstance(error, StoreError | OSError):
+            self._leave_empty(pack, position)
+            pack.unreadable[int(pack.samples[position])] = error
+            error, retried = None, False
         with self._changed:
             if error is not None:
                 pack.errors[position] = error
@@ -282,8 +308,19 @@ class ReadAhead:
             if pack.num_missing == 0:
                 self._changed.notify_all()
 
+    def _leave_empty(self, pack: _OpenPack, position: int) -> None:
+        """Zeros that carry no loss in the place of one sample. No other sample of the pack sees them."""
+        rows = _rows(pack, position)
+        pack.input_ids[rows], pack.loss_mask[rows] = 0, False
+        pack.buffer.bits[rows] = 0
+
     def _fill(self, pack: _OpenPack, position: int) -> None:
         sample = int(pack.samples[position])
-        rows = slice(int(pack.offsets[position]), int(pack.offsets[position + 1]))
+        rows = _rows(pack, position)
         pack.input_ids[rows], pack.loss_mask[rows] = self._store.read_tokens(sample)
         self._store.read_hidden(sample, self._layer_ids, out=pack.buffer.bits[rows])
+
+
+def _rows(pack: _OpenPack, position: int) -> slice:
+    """Rows of the pack that one of its samples fills."""
+    return slice(int(pack.offsets[position]), int(pack.offsets[position + 1]))

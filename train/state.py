@@ -11,20 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from numpy.typing import NDArray
 from torch import Tensor
 
-from cache_tools.errors import CheckpointError, ConfigError, StoreError
+from cache_tools.errors import CheckpointError, ConfigError, DflashError, StoreError
+from cache_tools.packs import PackPlan
 from cache_tools.reader import Store
 from cache_tools.settings import flag_name, to_plain
 from train import checkpoint as checkpoints
 from train.checkpoint import Checkpoint
 from train.config import RESUMABLE_CHANGES, TrainConfig
+from train.devices import pick_device
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
 from train.features import channel_rms
 from train.loader import Loader, pack_plan
 from train.objective import OutputHead
+from train.ranks import Ranks
 from train.run_files import write_text
+from train.selection import training_samples
 from train.target_parts import TargetParts, reserved_tokens
 from train.warm_start import copy_last_layers, read_deepest_tap, use_target_norm
 
@@ -36,7 +41,10 @@ class TrainingState:
     config: TrainConfig
     config_plain: dict[str, Any]
     store: Store
+    samples: NDArray[np.int64]
+    """Samples of one epoch, a number as often as it comes."""
     layer_ids: tuple[int, ...]
+    ranks: Ranks
     device: torch.device
     drafter: DFlashDrafter
     drafter_plain: dict[str, Any]
@@ -55,6 +63,10 @@ class TrainingState:
     """Step of the newest checkpoint."""
     cursor: dict[str, Any]
     """Where the next step's packs begin; empty at the very start."""
+    order_hash: int
+    """Hash of which samples the steps so far trained on."""
+    num_unreadable: int
+    """Samples left out so far because they could not be read."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -81,23 +93,31 @@ class TrainingState:
             seed=self.config.seed,
             token_budget=self.config.token_budget,
             packs_per_step=self.config.packs_per_step,
+            samples=self.samples,
+            order=self.config.order,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
             start_state=self.cursor or None,
             prefetch_bytes=self.config.prefetch_mb * 1_000_000,
             num_threads=self.config.reader_threads,
+            skip_unreadable=self.config.max_unreadable > 0,
         )
 
 
-def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
+def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None = None) -> TrainingState:
     """Opens the store and builds the drafter; continues from the newest checkpoint of `config.out` if there is one.
+
+    Without `ranks` this process trains alone. Every rank starts with the same weights.
 
     Raises ConfigError, StoreError or CheckpointError, naming every setting that does not fit.
     """
+    ranks = ranks or Ranks(device=pick_device(config.device))
+    device = ranks.device
     store = Store.open(config.store)
     store.require_complete()
-    device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    newest = checkpoints.latest(config.out)
+    newest = ranks.gather(checkpoints.latest(config.out))[0]
     previous = checkpoints.load(newest) if newest is not None else None
     config_plain = {**to_plain(config), "store_fingerprint": store_fingerprint(store)}
     if previous is not None:
@@ -108,10 +128,13 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
     if previous is not None:
         _refuse_other_shape(previous, drafter_config, config)
     drafter = DFlashDrafter(drafter_config, seed=config.seed)
-    scale, unit = _feature_scale(config, store, layer_ids)
+    samples = training_samples(config, store)
+    scale, unit = _feature_scale(config, store, layer_ids, np.unique(samples))
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     parts = TargetParts.from_store(store, device=device, dtype=dtype)
-    total_steps = _total_steps(config, store)
+    plan = _plan(config, store, samples)
+    _refuse_different_ranks(ranks, {**config_plain, "data_order": plan.fingerprint})
+    total_steps = plan.num_steps(config.epochs) if config.steps is None else config.steps
     say(_describe(config, store, drafter, layer_ids, total_steps))
     if previous is not None:
         drafter.load_state_dict(previous.weights)
@@ -120,36 +143,36 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> TrainingState:
     else:
         _warm_start(config, store, drafter, parts, scale, say)
     drafter.to(device)
+    scale = scale.to(device)
+    ranks.broadcast([*drafter.state_dict().values(), scale])
     optimizer = _optimizer(config, drafter)
     if previous is not None:
         optimizer.load_state_dict(previous.optimizer)
-    _write_config(config, config_plain)
+    if ranks.is_first:
+        _write_config(config, config_plain)
 
     return TrainingState(
         config=config,
         config_plain=config_plain,
         store=store,
+        samples=samples,
         layer_ids=layer_ids,
+        ranks=ranks,
         device=device,
         drafter=drafter,
         drafter_plain=dataclasses.asdict(drafter_config),
         embedding=parts.embedding,
         head=_head(config, store, parts),
         optimizer=optimizer,
-        feature_scale=scale.to(device, dtype),
+        feature_scale=scale.to(dtype),
         noise_unit=unit.to(device),
         total_steps=total_steps,
         step=previous.step if previous is not None else 0,
         saved_step=previous.step if previous is not None else None,
         cursor=previous.cursor if previous is not None else {},
+        order_hash=int(previous.order_hash or "0", 16) if previous is not None else 0,
+        num_unreadable=previous.num_unreadable if previous is not None else 0,
     )
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is cuda where there is one. Raises ConfigError for a cuda that is not there."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device", got="--device cuda", fix="use --device cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def store_fingerprint(store: Store) -> str:
@@ -228,19 +251,26 @@ def _warm_start(
         say(f"{len(copied)} tensors start as those of the target's last layers")
 
 
-def _feature_scale(config: TrainConfig, store: Store, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _feature_scale(
+    config: TrainConfig, store: Store, layer_ids: tuple[int, ...], samples: NDArray[np.int64]
+) -> tuple[Tensor, Tensor]:
     """(scale, noise unit), float32 [F*H] each."""
-    usable = np.setdiff1d(np.arange(store.num_samples), np.fromiter(store.rejected, np.int64))
-    rms = channel_rms(store, layer_ids, usable)
+    rms = channel_rms(store, layer_ids, samples, skip_unreadable=config.max_unreadable > 0)
     if config.whiten:
         return (1.0 / rms).flatten(), torch.ones(rms.numel())
     layer_rms = rms.square().mean(dim=1, keepdim=True).sqrt().expand_as(rms)
     return torch.ones(rms.numel()), layer_rms.flatten().contiguous()
 
 
-def _total_steps(config: TrainConfig, store: Store) -> int:
-    plan = pack_plan(store, seed=config.seed, token_budget=config.token_budget, packs_per_step=config.packs_per_step)
-    return plan.num_steps(config.epochs) if config.steps is None else config.steps
+def _plan(config: TrainConfig, store: Store, samples: NDArray[np.int64]) -> PackPlan:
+    return pack_plan(
+        store,
+        seed=config.seed,
+        token_budget=config.token_budget,
+        packs_per_step=config.packs_per_step,
+        samples=samples,
+        order=config.order,
+    )
 
 
 def _head(config: TrainConfig, store: Store, parts: TargetParts) -> OutputHead:
@@ -279,6 +309,18 @@ def _refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:
             expected="the settings in its config.yaml",
             fix="use the old settings, or another --out for a new run",
         )
+
+
+def _refuse_different_ranks(ranks: Ranks, plain: dict[str, Any]) -> None:
+    """Machines may differ in flags or in the store that they see under one path; nothing later would tell."""
+    for rank, theirs in enumerate(ranks.gather(plain)):
+        differing = [name for name in plain if name not in RESUMABLE_CHANGES and plain[name] != theirs[name]]
+        if differing:
+            raise DflashError(
+                f"rank {rank} and rank {ranks.rank} would not train the same run",
+                got="; ".join(f"{name}: {theirs[name]!r} and {plain[name]!r}" for name in differing),
+                fix="start every rank with the same flags and the same store",
+            )
 
 
 def _refuse_other_shape(previous: Checkpoint, now: DrafterConfig, config: TrainConfig) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ NUM_AVERAGED_STEPS = 20
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """Writes and returns `summary.json`: steps, tokens, seconds, tokens_per_second, first_loss and last_loss.
+    """Writes and returns `summary.json`: steps, tokens, seconds, tokens_per_second, first_loss and last_loss,
+    the tokens of each data source, the samples left out, and the hash of the order after the last step.
 
     The losses are means over the first and the last `NUM_AVERAGED_STEPS` steps, nats. Time counts training steps
     only, those of interrupted earlier processes included.
@@ -29,9 +32,19 @@ def summarize(run: Path) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds if seconds else 0.0,
         "first_loss": _mean(losses[:NUM_AVERAGED_STEPS]),
         "last_loss": _mean(losses[-NUM_AVERAGED_STEPS:]),
+        "source_tokens": _totals(line["source_tokens"] for line in lines),
+        "unreadable": sum(line["unreadable"] for line in lines),
+        "order_hash": lines[-1]["order_hash"] if lines else "",
     }
     write_text(run / "summary.json", json.dumps(summary, indent=1))
     return summary
+
+
+def _totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
 
 
 def _mean(values: list[float]) -> float | None:

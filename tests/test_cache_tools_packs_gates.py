@@ -8,53 +8,23 @@ standard deviations unless the gate is wider.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from math import erf, exp, log, sqrt
+from math import erf, exp, sqrt
 
 import numpy as np
 import pytest
+from length_laws import BUDGET, LAWS
 from numpy.typing import NDArray
 
-from cache_tools.order import Permutation, mix64_array
+from cache_tools.order import Permutation
 from cache_tools.packs import PackPlan
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-BUDGET = 49_152
 STEP = 8
 NUM_EPOCHS = 20
-
-
-def uniform(n: int, key: int) -> Floats:
-    return (mix64_array(key, np.arange(n)) >> np.uint64(11)).astype(np.float64) / 2.0**53
-
-
-def normal(n: int, key: int) -> Floats:
-    """Box-Muller, so that no library stream is involved."""
-    normals: Floats = np.sqrt(-2 * np.log(1 - uniform(n, key))) * np.cos(2 * np.pi * uniform(n, key + 1))
-    return normals
-
-
-def lognormal(n: int, sigma: float, *, mean: float = 2000) -> Ints:
-    """Lengths of conversations: lognormal, clipped to 100..8192 tokens."""
-    return np.exp(log(mean) - sigma**2 / 2 + sigma * normal(n, 1)).clip(100, 8192).astype(np.int64)
-
-
-def bimodal(n: int) -> Ints:
-    """Short chats and long reasoning."""
-    short, long = np.exp(6 + 0.4 * normal(n, 1)), np.exp(8.3 + 0.3 * normal(n, 3))
-    return np.where(uniform(n, 5) < 0.6, short, long).clip(100, 8192).astype(np.int64)
-
-
-LAWS: dict[str, Callable[[int], Ints]] = {
-    "lognormal 0.75": lambda n: lognormal(n, 0.75),
-    "lognormal 1.0": lambda n: lognormal(n, 1.0),
-    "multiples of 64": lambda n: (lognormal(n, 0.75) + 63) // 64 * 64,
-    "bimodal": bimodal,
-}
 
 
 @dataclass(frozen=True)
