@@ -123,7 +123,7 @@ def test_verify_finds_nothing_in_a_sound_store_and_exits_1_for_a_flipped_byte(pi
 def test_training_prints_lines_that_scripts_can_parse(pipeline: Pipeline) -> None:
     lines = [line for line in pipeline.console.splitlines() if line.startswith("[")]
     found = [LINE.fullmatch(line) for line in lines]
-    assert [match and match[1] for match in found] == ["2", "4", "6"]
+    assert [match and match[1] for match in found] == ["1", "2", "4", "6"]
     assert pipeline.console.splitlines()[-1].startswith(f"done: {STEPS} steps, loss ")
 
 

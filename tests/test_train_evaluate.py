@@ -169,3 +169,15 @@ def test_every_end_token_of_the_target_ends_an_answer(target: Path, drafter: Pat
     report = evaluate(make_config(tmp_path / "target", drafter, prompts, max_new_tokens=8))
     assert report["num_tokens"] == report["identical"] == 1
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_template_arguments_reach_the_prompt(target: Path, drafter: Path, tmp_path: Path) -> None:
+    shutil.copytree(target, tmp_path / "target")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tail }}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "hello"}]
+    loaded, tokenizer = module._load_target(tmp_path / "target", torch.device("cpu"), torch.float32)
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"messages": messages}])
+    config = make_config(tmp_path / "target", drafter, prompts, max_new_tokens=1, template_args=('tail="bye"',))
+    ids = module._prompt("here", messages, tokenizer, loaded, config)
+    assert tokenizer.decode(ids) == "hellobye"

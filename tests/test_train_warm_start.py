@@ -172,7 +172,7 @@ def test_context_rows_start_as_the_deepest_tap_normed_for_the_first_draft_layer(
         deepest * deepest.square().mean(-1, keepdim=True).rsqrt() * drafter.draft_layers()[0].input_layernorm.weight
     )
     similarity = torch.nn.functional.cosine_similarity(drafter.context(features / rms), expected, dim=-1)
-    assert float(similarity.mean()) > 0.98
+    assert float(similarity.detach().mean()) > 0.98
     other = features.clone()
     other[:, :16] = 0
     assert not torch.equal(drafter.context(other / rms), drafter.context(features / rms)), "the other taps take part"

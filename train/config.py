@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cache_tools.errors import ConfigError
+from cache_tools.template_args import parse_template_args
 
 # Weights of the paper (arXiv 2602.06036, A.1): the larger the block, the slower the weight decays over its slots.
 GAMMA_OF_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
@@ -97,7 +98,7 @@ class TrainConfig:
     reader_threads: int = 2
     """Threads that read and decode hidden states."""
     prefetch_mb: int = 512
-    """Most megabytes of hidden states read ahead, per process."""
+    """Most megabytes of hidden states read ahead beyond the step in hand, per process; at least one pack."""
     max_unreadable: int = 0
     """Most samples that may be left out because they cannot be read, each time counted; then the run stops."""
     log_every: int = 10
@@ -171,6 +172,8 @@ class EvalConfig:
     """Use only the first so many prompts of each file."""
     max_new_tokens: int = 128
     """Most tokens generated per prompt."""
+    template_args: tuple[str, ...] = ()
+    """Variables for the chat template as NAME=JSON, as the store was planned with."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32: greedy output must be identical with and without drafter, else exit 1. bfloat16: for speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -186,6 +189,7 @@ class EvalConfig:
         for name in ("max_prompts", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        parse_template_args(self.template_args)
         if not self.prompts:
             raise ConfigError("no prompts", fix="give --prompts FILE.jsonl")
 

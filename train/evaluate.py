@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetError
 from cache_tools.progress import Progress
+from cache_tools.template_args import parse_template_args
 from train.config import EvalConfig
 from train.decoding import Decoded, SpeculativeDecoder, decode_greedily
 from train.devices import pick_device
@@ -46,7 +48,7 @@ def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, 
 
     speculative: list[Decoded] = []
     plain: list[Decoded] = []
-    prompts = [_prompt(where, messages, tokenizer, target, config.max_new_tokens) for where, messages in rows]
+    prompts = [_prompt(where, messages, tokenizer, target, config) for where, messages in rows]
     for prompt in prompts:
         options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids}
         speculative.append(decoder.decode(prompt.to(device), **options))
@@ -89,10 +91,9 @@ def _shown(length: float | None) -> str:
 
 
 def _by_slot(report: dict[str, Any], name: str) -> str:
-    shares = [slot[name] for slot in report["by_position"]]
-    return "  ".join(
-        f"{k}: {'-' if share is None else format(share, '.0%')}" for k, share in enumerate(shares, start=1)
-    )
+    """Up to the first slot that was never reached."""
+    shares = itertools.takewhile(lambda share: share is not None, (slot[name] for slot in report["by_position"]))
+    return "  ".join(f"{k}: {share:.0%}" for k, share in enumerate(shares, start=1)) or "-"
 
 
 def _report(config: EvalConfig, block_size: int, speculative: list[Decoded], plain: list[Decoded]) -> dict[str, Any]:
@@ -171,18 +172,19 @@ def _stop_ids(target: Any) -> set[int]:
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
 
-def _prompt(where: str, messages: list[dict[str, Any]], tokenizer: Any, target: Any, max_new_tokens: int) -> Tensor:
+def _prompt(where: str, messages: list[dict[str, Any]], tokenizer: Any, target: Any, config: EvalConfig) -> Tensor:
     """Token ids [n] of a prompt."""
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        variables = parse_template_args(config.template_args)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
     except Exception as error:  # templates raise whatever they like
         raise DataError("the chat template refuses a prompt", where=where, got=error) from error
     longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and len(ids) + max_new_tokens > longest:
+    if longest is not None and len(ids) + config.max_new_tokens > longest:
         raise DataError(
             "a prompt and its answer are longer than the target's positions",
             where=where,
-            got=f"{len(ids)} tokens and --max-new-tokens {max_new_tokens}",
+            got=f"{len(ids)} tokens and --max-new-tokens {config.max_new_tokens}",
             expected=f"at most {longest} together",
             fix="shorten or remove the prompt, or lower --max-new-tokens",
         )

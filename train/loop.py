@@ -91,7 +91,7 @@ def _run(state: TrainingState, say: Callable[[str], None]) -> None:
             if metrics_file is not None:
                 metrics_file.write(metrics)
             console.count(packs=config.packs_per_step, tokens=batch.tokens)
-            if state.step % config.log_every == 0 or state.step == state.total_steps:
+            if state.step in (1, state.total_steps) or state.step % config.log_every == 0:
                 loads = ranks.gather(load.since_last(loader))
                 say(console.line(metrics, LoaderLoad.over_ranks(loads)))
             # Before the next batch: if that cannot be read, what was learned so far is safe.

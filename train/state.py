@@ -32,6 +32,7 @@ from train.run_files import write_text
 from train.selection import training_samples
 from train.target_parts import TargetParts, reserved_tokens
 from train.warm_start import copy_last_layers, read_deepest_tap, use_target_norm
+from train.warnings import warnings
 
 
 @dataclass
@@ -136,6 +137,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
     _refuse_different_ranks(ranks, {**config_plain, "data_order": plan.fingerprint})
     total_steps = plan.num_steps(config.epochs) if config.steps is None else config.steps
     say(_describe(config, store, drafter, layer_ids, total_steps))
+    for line in warnings(config, store, samples, float(plan.lengths.sum() / _tokens_per_step(config))):
+        say(line)
     if previous is not None:
         drafter.load_state_dict(previous.weights)
         scale = previous.feature_scale
@@ -335,6 +338,10 @@ def _refuse_other_shape(previous: Checkpoint, now: DrafterConfig, config: TrainC
             got="; ".join(changed),
             fix="give the old store, or another --out for a new run",
         )
+
+
+def _tokens_per_step(config: TrainConfig) -> int:
+    return config.token_budget * config.packs_per_step
 
 
 def _describe(config: TrainConfig, store: Store, drafter: DFlashDrafter, layers: tuple[int, ...], steps: int) -> str:

@@ -18,20 +18,21 @@ def summarize(run: Path) -> dict[str, Any]:
     """Writes and returns `summary.json`: steps, tokens, seconds, tokens_per_second, first_loss and last_loss,
     the tokens of each data source, the samples left out, and the hash of the order after the last step.
 
-    The losses are means over the first and the last `NUM_AVERAGED_STEPS` steps, nats. Time counts training steps
-    only, those of interrupted earlier processes included.
+    The losses are means over the first and the last `NUM_AVERAGED_STEPS` steps, of a short run over its halves, nats.
+    Time counts training steps only, those of interrupted earlier processes included.
     """
     lines = read_metrics(run / "metrics.jsonl")
     seconds = sum(line["seconds"] for line in lines)
     tokens = sum(line["tokens"] for line in lines)
     losses = [line["loss"] for line in lines]
+    averaged = min(NUM_AVERAGED_STEPS, max(1, len(lines) // 2))
     summary = {
         "steps": len(lines),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "first_loss": _mean(losses[:NUM_AVERAGED_STEPS]),
-        "last_loss": _mean(losses[-NUM_AVERAGED_STEPS:]),
+        "first_loss": _mean(losses[:averaged]),
+        "last_loss": _mean(losses[-averaged:]),
         "source_tokens": _totals(line["source_tokens"] for line in lines),
         "unreadable": sum(line["unreadable"] for line in lines),
         "order_hash": lines[-1]["order_hash"] if lines else "",
