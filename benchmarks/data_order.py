@@ -32,12 +32,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for runs, results.json and data-order.png")
     parser.add_argument("--epochs", type=float, default=3.0, help="passes over the store, the same for every order")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one training per order and seed")
+    parser.add_argument("--token-budget", type=int, default=3072, help="tokens of a pack, which is a step")
+    parser.add_argument("--anchors", type=int, default=288, help="blocks of a step")
     parser.add_argument("--prompts", type=int, default=48, help="held-out prompts for the acceptance length")
     arguments = parser.parse_args()
     results = [measure(arguments, order, seed) for seed in arguments.seeds for order in ORDERS]
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     draw(arguments.out, arguments.seeds[0])
-    print("| order | seed | steps | last loss | step-loss deviation | autocorrelation, lag 8-9 | acceptance length |")
+    print("| order | seed | steps | last loss | step-loss deviation | autocorrelation, lags 8-11 | acceptance length |")
     print("|---|---|---|---|---|---|---|")
     for one in results:
         print(
@@ -47,13 +49,13 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, order: str, seed: int) -> dict[str, Any]:
-    """Trains and evaluates with one order and one seed."""
+    """Trains and evaluates with one order and one seed; all other settings are the demo's."""
     run = arguments.out / f"{order}-{seed}"
     report = run / "eval.json"
     train = [SCRIPTS / "dflash-train", "run", "--config", EXAMPLE / "short" / "train.yaml", "--order", order]
     train += ["--store", arguments.demo / "short" / "store.zarr", "--init-target", arguments.demo / "target"]
-    # All settings of the demo but the number of steps, which must follow from the tokens.
     train += ["--out", run, "--seed", seed, "--steps", steps_for(arguments, order)]
+    train += ["--token-budget", arguments.token_budget, "--anchors-per-step", arguments.anchors]
     call(train)
     if not report.exists():
         evaluate = [SCRIPTS / "dflash-train", "eval", "--target", arguments.demo / "target", "--drafter", run]
@@ -68,7 +70,7 @@ def measure(arguments: argparse.Namespace, order: str, seed: int) -> dict[str, A
         "steps": len(losses),
         "last_loss": float(np.mean(losses[-100:])),
         "deviation": float(rest.std()),
-        "autocorrelation": float(max(autocorrelation(rest)[8:10])),
+        "autocorrelation": float(max(autocorrelation(rest)[8:12])),
         "acceptance_length": json.loads(report.read_text(encoding="utf-8"))["acceptance_length"],
     }
 
@@ -79,15 +81,8 @@ def steps_for(arguments: argparse.Namespace, order: str) -> int:
     from cache_tools.strategies import STRATEGIES
 
     lengths = Store.open(arguments.demo / "short" / "store.zarr").samples.length.astype(np.int64)
-    return round(arguments.epochs * STRATEGIES[order](lengths, token_budget(), 0, 0).num_packs)
-
-
-def token_budget() -> int:
-    """The demo's budget of a pack."""
-    import yaml
-
-    settings: dict[str, Any] = yaml.safe_load((EXAMPLE / "short" / "train.yaml").read_text(encoding="utf-8"))
-    return int(settings["token_budget"])
+    packs_per_epoch = STRATEGIES[order](lengths, arguments.token_budget, 0, 0).num_packs
+    return max(1, int(arguments.epochs * packs_per_epoch))
 
 
 def read_losses(run: Path) -> NDArray[np.float64]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cache_tools.errors import StoreError
 from cache_tools.files import writing
+from cache_tools.locking import acquire_lock
 from cache_tools.seals import PLAN_SEAL
-
-# Workers of a command that was killed die with it, but not in the same instant.
-_PATIENCE_SECONDS = 3.0
 
 
 @contextmanager
@@ -30,23 +26,8 @@ def store_lock(store: Path) -> Iterator[int]:
         # Writable, although nothing is written: exclusive locks on network file systems need that.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        _acquire(descriptor, path)
+        busy = StoreError("another command is writing to this store", where=path, fix="wait until it ends, or stop it")
+        acquire_lock(descriptor, busy)
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _acquire(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    "another command is writing to this store",
-                    where=path,
-                    fix="wait until it ends, or stop it",
-                ) from error
-            time.sleep(0.1)

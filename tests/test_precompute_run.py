@@ -302,7 +302,7 @@ def test_an_attempt_that_computed_nothing_binds_nobody_to_its_batch_size(
 def test_a_second_command_on_the_same_store_is_refused(
     planned: PrecomputeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.locking._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("cache_tools.locking._PATIENCE_SECONDS", 0.0)
     with store_lock(store_of(planned).path), pytest.raises(StoreError, match="another command"):
         run(planned)
     assert run(planned).complete

@@ -230,7 +230,7 @@ def test_a_full_disk_at_a_checkpoint_is_a_message_and_the_run_goes_on_later(
 def test_a_second_process_in_the_same_folder_is_refused(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.run_files._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("cache_tools.locking._PATIENCE_SECONDS", 0.0)
     (tmp_path / "run").mkdir()
     with run_lock(tmp_path / "run"):
         refused(arguments(store, tmp_path / "run"), "another process is training in this folder", exit_code=1)

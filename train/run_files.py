@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from cache_tools.errors import CheckpointError
-
-# A process that was killed holds its lock until the kernel has cleaned up behind it.
-_PATIENCE_SECONDS = 3.0
+from cache_tools.locking import acquire_lock
 
 
 @contextmanager
@@ -41,26 +37,15 @@ def run_lock(run: Path) -> Iterator[None]:
     with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _acquire(descriptor, run)
+        busy = CheckpointError(
+            "another process is training in this folder",
+            where=run,
+            fix="wait until it ends, or stop it; or give another --out",
+        )
+        acquire_lock(descriptor, busy)
         yield
     finally:
         os.close(descriptor)
-
-
-def _acquire(descriptor: int, run: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    "another process is training in this folder",
-                    where=run,
-                    fix="wait until it ends, or stop it; or give another --out",
-                ) from error
-            time.sleep(0.1)
 
 
 def write_text(path: Path, text: str) -> None:
