@@ -128,6 +128,19 @@ def test_a_finished_run_run_again_changes_nothing(store_path: Path, tmp_path: Pa
     assert summarize(tmp_path / "run")["steps"] == 12
 
 
+def test_resuming_reads_no_samples_for_a_scale_it_has(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(store_path, tmp_path / "run", steps=2)
+    run(config)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("calibrated again")
+
+    monkeypatch.setattr("train.state.channel_rms", never)
+    run(config)
+
+
 def test_zero_steps_write_the_untrained_drafter(store_path: Path, tmp_path: Path) -> None:
     config = settings(store_path, tmp_path / "run", steps=0)
     run(config)

@@ -130,7 +130,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         _refuse_other_shape(previous, drafter_config, config)
     drafter = DFlashDrafter(drafter_config, seed=config.seed)
     samples = training_samples(config, store)
-    scale, unit = _feature_scale(config, store, layer_ids, np.unique(samples))
+    scale, unit = _feature_scale(config, store, layer_ids, np.unique(samples), previous)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     parts = TargetParts.from_store(store, device=device, dtype=dtype)
     plan = _plan(config, store, samples)
@@ -141,7 +141,6 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         say(line)
     if previous is not None:
         drafter.load_state_dict(previous.weights)
-        scale = previous.feature_scale
         say(f"resuming at step {previous.step} of {total_steps} from {newest}")
     else:
         _warm_start(config, store, drafter, parts, scale, say)
@@ -255,9 +254,15 @@ def _warm_start(
 
 
 def _feature_scale(
-    config: TrainConfig, store: Store, layer_ids: tuple[int, ...], samples: NDArray[np.int64]
+    config: TrainConfig,
+    store: Store,
+    layer_ids: tuple[int, ...],
+    samples: NDArray[np.int64],
+    previous: Checkpoint | None,
 ) -> tuple[Tensor, Tensor]:
-    """(scale, noise unit), float32 [F*H] each."""
+    """(scale, noise unit), float32 [F*H] each. A whitened run that resumes has them, and reads no sample for them."""
+    if config.whiten and previous is not None:
+        return previous.feature_scale, torch.ones_like(previous.feature_scale)
     rms = channel_rms(store, layer_ids, samples, skip_unreadable=config.max_unreadable > 0)
     if config.whiten:
         return (1.0 / rms).flatten(), torch.ones(rms.numel())
