@@ -25,12 +25,15 @@ QUANTISED = ("int8", "fp8", "int4")
 
 GROUP_SIZE = 32
 """Neighbouring channels that share one scale in int4."""
+INT4_CANDIDATES = (1, 0, -1, -2)
+"""Scales that int4 tries for each group: steps of the e4m3fn code from the one that just covers the group."""
 
 INT8_MAX = np.float32(127)
 FP8_MAX = np.float32(448)
 """The largest finite value of e4m3fn."""
-INT4_MAX = np.float32(7)
-GROUP_SCALE_MAX = np.float32(255)
+INT4_MIN, INT4_MAX = np.float32(-8), np.float32(7)
+INT4_TOKEN_MAX = np.float32(8 * 256)
+"""What the largest magnitude of a row becomes in int4: its group has a scale of about 256, below the 448 of e4m3fn."""
 
 # A token scale is a normal number, also of a row of zeros: nothing divides by zero or by a denormal number, which some
 # devices flush to zero. The largest magnitude is cut off where 127 scales could still overflow.
@@ -78,7 +81,8 @@ def arithmetic(codec: str) -> str:
         "int8": "codes * token_scale[:, None] * channel_scale",
         "fp8": "codes.view('float8_e4m3fn').astype('float32') * token_scale[:, None] * channel_scale",
         "int4": "(concatenate([codes & 15, codes >> 4], axis=1).astype('float32') - 8)"
-        f" * repeat(group_scale * token_scale[:, None], {GROUP_SIZE}, axis=1) * channel_scale",
+        f" * repeat(group_scale.view('float8_e4m3fn').astype('float32'), {GROUP_SIZE}, axis=1)"
+        " * token_scale[:, None] * channel_scale",
     }[codec]
 
 
@@ -104,7 +108,7 @@ def decode(codec: str, encoded: Mapping[str, NDArray[Any]], channel_scale: NDArr
             scaled = E4M3FN[codes] * token_scale
         else:
             assert codec == "int4", codec
-            scaled = unpack_int4(codes) * np.repeat(encoded["group_scale"] * token_scale, GROUP_SIZE, axis=1)
+            scaled = unpack_int4(codes) * np.repeat(E4M3FN[encoded["group_scale"]], GROUP_SIZE, axis=1) * token_scale
         return scaled * channel_scale
 
 
@@ -128,16 +132,39 @@ def _encode_fp8(scaled: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
 
 def _encode_int4(scaled: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     num_rows, hidden_size = scaled.shape
-    token_scale = _token_scale(scaled, INT4_MAX * GROUP_SCALE_MAX)
-    groups = (scaled / token_scale[:, None]).reshape(num_rows, hidden_size // GROUP_SIZE, GROUP_SIZE)
-    # Never zero, so that nothing is divided by it; a group of zeros has codes of zero.
-    group_scale = np.clip(np.rint(np.abs(groups).max(axis=2) / INT4_MAX), 1, GROUP_SCALE_MAX)
-    codes = np.clip(np.rint(groups / group_scale[:, :, None]), -INT4_MAX, INT4_MAX)
+    token_scale = _token_scale(scaled, INT4_TOKEN_MAX)
+    normed = np.clip(scaled / token_scale[:, None], -INT4_TOKEN_MAX, INT4_TOKEN_MAX)
+    groups = normed.reshape(num_rows, hidden_size // GROUP_SIZE, GROUP_SIZE)
+    group_scale = _int4_group_scale(groups)
+    codes = np.rint(np.clip(groups / E4M3FN[group_scale][:, :, None], INT4_MIN, INT4_MAX))
     return {
         "codes": pack_int4(codes.reshape(num_rows, hidden_size)),
-        "group_scale": group_scale.astype(np.uint8),
+        "group_scale": group_scale,
         "token_scale": token_scale,
     }
+
+
+def _int4_group_scale(groups: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """e4m3fn codes [N, H / G] of the scale with the smallest squared error, for `groups` [N, H / G, G].
+
+    The sign of a scale gives the code -8, which has no positive twin, to the largest value of the group. Errors are
+    counted in whole 64ths of the scale: such sums are exact in float32, in whatever order they are added up.
+    """
+    high, low = groups.max(axis=2), groups.min(axis=2)
+    covering = float32_to_e4m3fn(np.maximum(high, -low) / -INT4_MIN).astype(np.int32)
+    sign = np.where(high > -low, 0x80, 0)
+    best = np.zeros_like(covering)
+    smallest_error = np.full(covering.shape, np.inf, np.float32)
+    for step in INT4_CANDIDATES:
+        code = np.clip(covering + step, 1, 0x7E) | sign
+        scale = E4M3FN[code]
+        wanted = groups / scale[:, :, None]
+        residual = np.abs(wanted - np.rint(np.clip(wanted, INT4_MIN, INT4_MAX)))
+        error_units = np.rint(np.minimum(residual * np.float32(64), np.float32(256)))
+        error = (error_units * error_units).sum(axis=2) * scale * scale
+        best = np.where(error < smallest_error, code, best)
+        smallest_error = np.minimum(error, smallest_error)
+    return best.astype(np.uint8)
 
 
 def pack_int4(codes: NDArray[np.float32]) -> NDArray[np.uint8]:
