@@ -12,11 +12,14 @@ import numpy as np
 from cache_tools.codecs import ChunkCodec
 from cache_tools.files import Json, to_json
 from cache_tools.layout import token_chunk_rows
-from cache_tools.manifest import Manifest
+from cache_tools.manifest import LayoutSpec, Manifest
+from cache_tools.quantise import QUANTISED, Part, parts
+from cache_tools.teacher import Teacher
 
 METADATA = "zarr.json"
 _SAMPLE_CHUNK_ROWS = 65536
 _SAMPLE_CHUNKS_PER_SHARD = 16
+_SCALAR_CHUNKS = 16
 _TARGET_CHUNK_BYTES = 2**20
 _TARGET_CHUNKS_PER_SHARD = 256
 _SAMPLE_COLUMNS = {
@@ -94,22 +97,91 @@ def group_metadata(attributes: Mapping[str, Json]) -> bytes:
     return to_json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
 
 
-def hidden_array(manifest: Manifest, layer_id: int) -> ArraySpec:
-    """Hidden states of one target layer: uint16 [num_rows, hidden_size], bfloat16 bit patterns."""
-    layout = manifest.layout
-    return ArraySpec(
-        path=f"hidden/{layer_id}/bits",
-        dtype="uint16",
-        shape=(layout.num_rows, manifest.target.hidden_size),
-        chunk_rows=layout.chunk_rows,
-        shard_rows=layout.shard_rows,
-        compressed=manifest.codec == "bf16",
-        attributes={
-            "dtype": "bfloat16 bit patterns",
-            "layer_id": layer_id,
-            "layer_id_convention": manifest.layer_id_convention,
-        },
-    )
+def hidden_arrays(manifest: Manifest, layer_id: int) -> dict[str, ArraySpec]:
+    """The arrays that hold one target layer's hidden states, shard by shard, by name.
+
+    Lossless codecs: `bits`, uint16 [num_rows, hidden_size], bfloat16 bit patterns. Quantised codecs: the parts of
+    `quantise.parts` [num_rows, ...], and `first`, uint16 [num_shards * samples_per_shard, hidden_size]: the bit
+    patterns of each sample's first token, an attention sink that no scale fits.
+    """
+    layout, hidden_size = manifest.layout, manifest.target.hidden_size
+    attributes: dict[str, Json] = {
+        "layer_id": layer_id,
+        "layer_id_convention": manifest.layer_id_convention,
+        "arithmetic": manifest.arithmetic,
+    }
+    bits: dict[str, Json] = {"dtype": "bfloat16 bit patterns", **attributes}
+    if manifest.codec not in QUANTISED:
+        compressed = manifest.codec == "bf16"
+        rows = (layout.chunk_rows, layout.shard_rows)
+        shape = (layout.num_rows, hidden_size)
+        return {"bits": ArraySpec(f"hidden/{layer_id}/bits", "uint16", shape, *rows, compressed, bits)}
+    arrays = {
+        name: ArraySpec(
+            path=f"hidden/{layer_id}/{name}",
+            dtype=part.dtype,
+            shape=(layout.num_rows, *part.row_shape),
+            chunk_rows=_part_chunk_rows(layout, part),
+            shard_rows=layout.shard_rows,
+            compressed=False,
+            attributes=attributes,
+        )
+        for name, part in parts(manifest.codec, hidden_size).items()
+    }
+    most = layout.samples_per_shard
+    shape = (layout.num_shards * most, hidden_size)
+    arrays["first"] = ArraySpec(f"hidden/{layer_id}/first", "uint16", shape, 1, most, compressed=False, attributes=bits)
+    return arrays
+
+
+def teacher_arrays(manifest: Manifest) -> dict[str, ArraySpec]:
+    """The arrays of the target's prediction, [num_rows, ...], by name; none if the store has no teacher.
+
+    `bits`: input of the final norm, bfloat16 bit patterns. `topk_ids`, `topk_logprobs`: most likely first.
+    """
+    layout, teacher = manifest.layout, Teacher.parse(manifest.teacher)
+    rows = (layout.chunk_rows, layout.shard_rows)
+    if teacher.kind == "none":
+        return {}
+    if teacher.kind == "hidden":
+        attributes: dict[str, Json] = {"dtype": "bfloat16 bit patterns", "meaning": "input of the target's final norm"}
+        shape = (layout.num_rows, manifest.target.hidden_size)
+        return {"bits": ArraySpec("last/bits", "uint16", shape, *rows, attributes=attributes)}
+    shape = (layout.num_rows, teacher.k)
+    ids: dict[str, Json] = {"meaning": "likeliest next tokens, most likely first"}
+    values: dict[str, Json] = {
+        "meaning": "their natural log-probabilities; what is missing from 1 lies on other tokens"
+    }
+    return {
+        "topk_ids": ArraySpec("last/topk_ids", "int32", shape, *rows, attributes=ids),
+        "topk_logprobs": ArraySpec("last/topk_logprobs", "float32", shape, *rows, attributes=values),
+    }
+
+
+def shard_arrays(manifest: Manifest) -> list[ArraySpec]:
+    """All arrays that are written shard by shard, and that a shard's seal names."""
+    hidden = [array for layer_id in manifest.layer_ids for array in hidden_arrays(manifest, layer_id).values()]
+    return [*hidden, *teacher_arrays(manifest).values()]
+
+
+def scale_arrays(manifest: Manifest) -> dict[int, ArraySpec]:
+    """The static channel scales of a quantised store, float32 [hidden_size], by layer id; none for lossless codecs."""
+    if manifest.codec not in QUANTISED:
+        return {}
+    size = manifest.target.hidden_size
+    attributes: dict[str, Json] = {"meaning": "static scale of each channel"}
+    return {
+        i: ArraySpec(f"hidden/{i}/channel_scale", "float32", (size,), size, size, False, attributes)
+        for i in manifest.layer_ids
+    }
+
+
+def _part_chunk_rows(layout: LayoutSpec, part: Part) -> int:
+    """A few bytes per row would make tiny chunks: those arrays get more rows per chunk."""
+    if part.row_shape:
+        return layout.chunk_rows
+    per_shard = layout.shard_rows // layout.chunk_rows
+    return layout.chunk_rows * max(n for n in range(1, _SCALAR_CHUNKS + 1) if per_shard % n == 0)
 
 
 def token_arrays(manifest: Manifest) -> tuple[ArraySpec, ArraySpec]:
@@ -154,8 +226,8 @@ def target_array(name: str, dtype: str, shape: tuple[int, ...]) -> ArraySpec:
 
 def plan_arrays(manifest: Manifest) -> list[ArraySpec]:
     """The arrays whose metadata is written by planning: all but the target's weights."""
-    hidden = [hidden_array(manifest, layer_id) for layer_id in manifest.layer_ids]
-    return [*token_arrays(manifest), *sample_arrays(manifest).values(), *hidden]
+    scales = scale_arrays(manifest).values()
+    return [*token_arrays(manifest), *sample_arrays(manifest).values(), *scales, *shard_arrays(manifest)]
 
 
 def parent_groups(arrays: Iterable[ArraySpec]) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_tools.arrays import hidden_array
+from cache_tools.arrays import hidden_arrays
 from cache_tools.errors import StoreError
 from cache_tools.files import Json, reading
 from cache_tools.reader import Store
@@ -35,6 +35,7 @@ def describe(store: Store) -> dict[str, Json]:
         "layer_ids": list(store.layer_ids),
         "hidden_size": store.hidden_size,
         "codec": manifest.codec,
+        "teacher": manifest.teacher,
         "bytes_on_disk": bytes_on_disk,
         "bytes_per_token": bytes_on_disk / store.num_tokens,
         "hidden": _describe_hidden(store),
@@ -130,7 +131,7 @@ def _describe_hidden(store: Store) -> dict[str, Json]:
     sealed[list(store.sealed)] = True
     is_sealed = sealed[store.samples.start // store.manifest.layout.shard_rows]
     num_tokens = int(store.samples.length[is_sealed].sum(dtype=np.int64))
-    arrays = [hidden_array(store.manifest, layer_id) for layer_id in store.layer_ids]
+    arrays = [array for layer_id in store.layer_ids for array in hidden_arrays(store.manifest, layer_id).values()]
     with reading(store.path / "hidden"):
         objects = (store.path / array.object_path(shard) for array in arrays for shard in store.sealed)
         num_bytes = sum(os.stat(path).st_size for path in objects)

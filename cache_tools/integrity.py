@@ -20,6 +20,7 @@ from cache_tools.manifest import Manifest
 from cache_tools.progress import Progress
 from cache_tools.seals import (
     PLAN_SEAL,
+    SCALES_SEAL,
     TARGET_SEAL,
     read_checked,
     read_manifest,
@@ -120,8 +121,10 @@ class _Verification:
     def _seals(self) -> list[str]:
         names = os.listdir(self._root / "sealed") if (self._root / "sealed").is_dir() else []
         shards = sorted(number for name in names if (number := shard_number(name)) is not None)
-        target = [TARGET_SEAL] if "target.json" in names else []
-        return [PLAN_SEAL, *target, *map(shard_seal, shards)]
+        has_scales = self._locator is not None and bool(self._locator.scale_names)
+        once = [TARGET_SEAL] if "target.json" in names else []
+        once += [SCALES_SEAL] if "scales.json" in names or (has_scales and shards) else []
+        return [PLAN_SEAL, *once, *map(shard_seal, shards)]
 
     def _check_seal(self, path: str) -> Iterator[Finding]:
         """The seal itself, then the objects it names."""
@@ -150,7 +153,8 @@ class _Verification:
         if seal.get("plan") != self._manifest.plan_checksum():
             return "it belongs to another store, or to another plan"
         if shard is None:
-            absent = sorted(self._locator.plan_names - set(objects)) if path == PLAN_SEAL else []
+            expected = {PLAN_SEAL: self._locator.plan_names, SCALES_SEAL: self._locator.scale_names}
+            absent = sorted(expected.get(path, frozenset()) - set(objects))
             return f"it does not name {absent[0]}" if absent else None
         if shard >= self._manifest.layout.num_shards or seal.get("shard") != shard:
             return f"it is the seal of shard {seal.get('shard')}, of {self._manifest.layout.num_shards}"

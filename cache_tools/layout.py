@@ -50,6 +50,11 @@ class Layout:
     def num_shards(self) -> int:
         return -(-self.num_rows // self.shard_rows)
 
+    @property
+    def samples_per_shard(self) -> int:
+        """Most samples in any shard."""
+        return int(np.bincount(self.start // self.shard_rows).max(initial=0))
+
     def shard_of(self, sample: int) -> int:
         """The shard that holds a sample."""
         return int(self.start[sample]) // self.shard_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cache_tools.arrays import METADATA, ArraySpec, hidden_array, parent_groups, plan_arrays
+from cache_tools.arrays import METADATA, ArraySpec, parent_groups, plan_arrays, scale_arrays, shard_arrays
 from cache_tools.codecs import ChunkError
 from cache_tools.errors import StoreError
 from cache_tools.files import reading
@@ -35,6 +35,7 @@ class Locator:
         self._root = root
         self._manifest = manifest
         self._arrays = {array.path: array for array in plan_arrays(manifest)}
+        self._scales = {array.path for array in scale_arrays(manifest).values()}
         table = SampleTable(root, manifest)
         try:
             self._start, self._end = table.start, table.start + table.length
@@ -53,6 +54,8 @@ class Locator:
     def shard_of(self, name: str) -> int | None:
         """The shard of samples that a file belongs to."""
         held = self.array_of(name)
+        if held is not None and held[0].path in self._scales:
+            return None
         if held is not None and not held[0].path.startswith("samples/"):
             return held[1]
         shard = shard_number(name.removeprefix("rejected/"))
@@ -63,12 +66,18 @@ class Locator:
         """All files that the plan must have, except the target's."""
         arrays = list(self._arrays.values())
         names = {f"{path}/{METADATA}" for path in [*parent_groups(arrays), *self._arrays]}
-        planned = [array for array in arrays if not array.path.startswith("hidden/")]
+        later = {array.path for array in (*shard_arrays(self._manifest), *scale_arrays(self._manifest).values())}
+        planned = [array for array in arrays if array.path not in later]
         return frozenset(names).union(a.object_path(shard) for a in planned for shard in range(a.num_shards))
+
+    @cached_property
+    def scale_names(self) -> frozenset[str]:
+        """The files that hold channel scales; none for lossless codecs."""
+        return frozenset(array.object_path(0) for array in scale_arrays(self._manifest).values())
 
     def shard_names(self, shard: int, *, has_rejected: bool) -> set[str]:
         """All files that a sealed shard must have."""
-        names = {hidden_array(self._manifest, i).object_path(shard) for i in self._manifest.layer_ids}
+        names = {array.object_path(shard) for array in shard_arrays(self._manifest)}
         return names | ({rejected_list(shard)} if has_rejected else set())
 
     def may_exist(self, name: str) -> bool:
@@ -76,6 +85,7 @@ class Locator:
         return (
             self.shard_of(name) is not None
             or name in self.plan_names
+            or name in self.scale_names
             or bool(_TARGET_WEIGHT.fullmatch(name) or _TARGET_FILE.fullmatch(name))
         )
 
@@ -122,6 +132,11 @@ class Locator:
     def _samples_of_array(self, array: ArraySpec, first: int, end: int) -> SampleRun | None:
         if array.path.startswith("samples/"):
             return first, min(end, self._manifest.layout.num_samples) - 1
+        if array.path in self._scales:
+            return None
+        if array.path.endswith("/first"):  # one row per sample
+            of_shard = self.samples_of_shard(first // array.shard_rows)
+            return of_shard and (of_shard[0] + first % array.shard_rows, of_shard[0] + (end - 1) % array.shard_rows)
         return self._samples_of_rows(first, end)
 
     def _samples_of_rows(self, first: int, end: int) -> SampleRun | None:

@@ -43,6 +43,8 @@ class LayoutSpec:
     num_rows: int
     chunk_rows: int
     shard_rows: int
+    samples_per_shard: int
+    """Most samples in any shard."""
 
     @property
     def num_shards(self) -> int:
@@ -125,6 +127,10 @@ class Manifest:
     layer_ids: tuple[int, ...]
     layer_id_convention: str = LAYER_ID_CONVENTION
     codec: Codec
+    arithmetic: str
+    """How a hidden state follows from the stored arrays."""
+    teacher: str = "none"
+    """What is kept of the target's prediction, in the form that `Teacher.parse` reads."""
     layout: LayoutSpec
     data: DataSpec
     engine: EngineSpec | None = None

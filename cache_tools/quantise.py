@@ -76,8 +76,11 @@ def parts(codec: str, hidden_size: int) -> dict[str, Part]:
 
 
 def arithmetic(codec: str) -> str:
-    """What the values of a layer are, as a numpy expression over all rows of its arrays."""
+    """What the values of a layer are, as a numpy expression over all rows of its arrays; of lossless codecs too."""
+    lossless = "bits.view('bfloat16')"
     return {
+        "bf16": lossless,
+        "raw": lossless,
         "int8": "codes * token_scale[:, None] * channel_scale",
         "fp8": "codes.view('float8_e4m3fn').astype('float32') * token_scale[:, None] * channel_scale",
         "int4": "(concatenate([codes & 15, codes >> 4], axis=1).astype('float32') - 8)"

@@ -11,13 +11,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_tools.arrays import METADATA, ArraySpec, hidden_array, sample_arrays, target_array, token_arrays
+from cache_tools.arrays import (
+    METADATA,
+    ArraySpec,
+    hidden_arrays,
+    sample_arrays,
+    scale_arrays,
+    target_array,
+    teacher_arrays,
+    token_arrays,
+)
+from cache_tools.codecs import float32_to_bf16_bits
 from cache_tools.errors import CorruptError, StoreError
 from cache_tools.files import RUN_VERIFY, TEMPORARY_NAME, Json, file_size, parse_json, reading, to_json
 from cache_tools.layout import samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
+from cache_tools.quantise import QUANTISED, decode
 from cache_tools.seals import (
     PLAN_SEAL,
+    SCALES_SEAL,
     TARGET_SEAL,
     Rejection,
     read_manifest,
@@ -84,7 +96,11 @@ class Store:
         self.rejections = {item.sample: item for item in _rejections(path, self.sealed)}
         self.samples = SampleTable(path, manifest)
         self._ids, self._mask = (ShardedArray(path, array) for array in token_arrays(manifest))
-        self._hidden = {i: ShardedArray(path, hidden_array(manifest, i)) for i in manifest.layer_ids}
+        self._hidden = {
+            i: {name: ShardedArray(path, array) for name, array in hidden_arrays(manifest, i).items()}
+            for i in manifest.layer_ids
+        }
+        self._teacher = {name: ShardedArray(path, array) for name, array in teacher_arrays(manifest).items()}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -168,16 +184,62 @@ class Store:
         """
         length = int(self.samples.length[self._checked(sample)])
         self._require_hidden(sample)
-        layers = [self._layer(i) for i in (self.layer_ids if layer_ids is None else layer_ids)]
-        shape = (length, len(layers), self.hidden_size)
+        shape = (length, len(self.layer_ids if layer_ids is None else layer_ids), self.hidden_size)
         if out is None:
             out = np.empty(shape, dtype=np.uint16)
         assert out.shape == shape, f"out has shape {out.shape}, the sample {shape}"
         assert out.dtype == np.uint16, f"out is {out.dtype}, not uint16"
-        start = int(self.samples.start[sample])
-        for i, layer in enumerate(layers):
-            layer.read_rows(start, out[:, i], f"sample {sample}")
+        for i, layer_id in enumerate(self.layer_ids if layer_ids is None else layer_ids):
+            if self.manifest.codec in QUANTISED:
+                out[:, i] = self._decoded(sample, layer_id)
+            else:
+                self._layer(layer_id)["bits"].read_rows(int(self.samples.start[sample]), out[:, i], f"sample {sample}")
         return out
+
+    def read_parts(self, sample: int, layer_id: int) -> dict[str, NDArray[Any]]:
+        """The arrays of one layer of a sample as they are stored, [length, ...] by name; `first` is [1, hidden_size].
+
+        Row 0 of all but `first` is zero. Raises StoreError, CorruptError.
+        """
+        length = int(self.samples.length[self._checked(sample)])
+        self._require_hidden(sample)
+        read: dict[str, NDArray[Any]] = {}
+        for name, array in self._layer(layer_id).items():
+            first = self._first_row(sample) if name == "first" else int(self.samples.start[sample])
+            read[name] = np.empty((1 if name == "first" else length, *array.array.shape[1:]), dtype=array.array.dtype)
+            array.read_rows(first, read[name], f"sample {sample}")
+        return read
+
+    def read_teacher(self, sample: int) -> dict[str, NDArray[Any]]:
+        """What is stored of the target's prediction for a sample, [length, ...] by the names of `teacher_arrays`.
+
+        Rows that were not kept are zeros. Raises StoreError, CorruptError.
+        """
+        length = int(self.samples.length[self._checked(sample)])
+        self._require_hidden(sample)
+        read: dict[str, NDArray[Any]] = {}
+        for name, array in self._teacher.items():
+            read[name] = np.empty((length, *array.array.shape[1:]), dtype=array.array.dtype)
+            array.read_rows(int(self.samples.start[sample]), read[name], f"sample {sample}")
+        return read
+
+    @cached_property
+    def channel_scales(self) -> dict[int, NDArray[np.float32]]:
+        """Static scales [hidden_size] of a quantised store by layer id. Raises StoreError, CorruptError."""
+        return read_scales(self.path, self.manifest)
+
+    def _decoded(self, sample: int, layer_id: int) -> NDArray[np.uint16]:
+        """bfloat16 bit patterns [length, hidden_size] of a quantised layer, the first row exact."""
+        encoded = self.read_parts(sample, layer_id)
+        first = encoded.pop("first")
+        bits = float32_to_bf16_bits(decode(self.manifest.codec, encoded, self.channel_scales[layer_id]))
+        bits[:1] = first
+        return bits
+
+    def _first_row(self, sample: int) -> int:
+        """The sample's row in the arrays of first tokens."""
+        shard = self.shard_of(sample)
+        return shard * self.manifest.layout.samples_per_shard + sample - self.shard_samples(shard).start
 
     @cached_property
     def target_attributes(self) -> TargetAttributes:
@@ -258,7 +320,7 @@ class Store:
                 fix="leave it out",
             )
 
-    def _layer(self, layer_id: int) -> ShardedArray:
+    def _layer(self, layer_id: int) -> dict[str, ShardedArray]:
         if layer_id not in self._hidden:
             raise StoreError(
                 "the store does not hold this layer",
@@ -279,6 +341,21 @@ class Store:
             raise CorruptError("the metadata of the target is missing", where=path, fix=RUN_VERIFY)
         with reading(path):
             return parse_json(path.read_bytes(), path)
+
+
+def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]]:
+    """Static channel scales [hidden_size] by layer id; empty for lossless codecs.
+
+    Raises StoreError when they were not calibrated yet, CorruptError when they are damaged.
+    """
+    arrays = scale_arrays(manifest)
+    if arrays and not (root / SCALES_SEAL).exists():
+        raise StoreError(
+            "the store's channel scales were not calibrated yet",
+            where=root,
+            fix="run the `dflash-precompute run` command that made the store again",
+        )
+    return {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
 
 
 def _target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:

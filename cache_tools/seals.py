@@ -15,6 +15,7 @@ from cache_tools.shards import ObjectRecord
 
 PLAN_SEAL = "sealed/plan.json"
 TARGET_SEAL = "sealed/target.json"
+SCALES_SEAL = "sealed/scales.json"
 _CHECKSUM = "crc32c"
 _ROOT_CHECKSUM = "dflash_crc32c"
 

@@ -6,15 +6,19 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_tools.arrays import scale_arrays
 from cache_tools.codecs import Codec, float32_to_bf16_bits
 from cache_tools.layout import Layout, plan_layout, round_up
 from cache_tools.manifest import DataSpec, EngineSpec, LayoutSpec, Manifest, SourceSpec, TargetAttributes, TargetSpec
+from cache_tools.quantise import ChannelCalibration, arithmetic
 from cache_tools.reader import Store
-from cache_tools.writer import SampleColumns, ShardWriter, bind_engine, create_store, write_target
+from cache_tools.teacher import Teacher
+from cache_tools.writer import SampleColumns, ShardWriter, bind_engine, create_store, write_scales, write_target
 
 _SOURCE = "synthetic"
 
@@ -34,6 +38,7 @@ def make_store(
     seed: int = 0,
     rejected: Collection[int] = (),
     shards: Collection[int] | None = None,
+    teacher: str = "none",
 ) -> Store:
     """A store of samples with the given lengths (in data order), the target's weights included.
 
@@ -50,6 +55,7 @@ def make_store(
         num_layers=num_layers,
         vocab_size=vocab_size,
         codec=codec,
+        teacher=teacher,
     )
     columns = SampleColumns(np.zeros(len(lengths), dtype=np.int32), layout.order)
     tokens = [sample_tokens(int(length), vocab_size, seed, i) for i, length in enumerate(layout.length)]
@@ -63,6 +69,7 @@ def make_store(
     )
     rng = np.random.default_rng(seed)
     write_target(path, {name: _random_bits(rng, *shape) for name, shape in weights.items()}, attributes)
+    write_scales(path, make_scales(manifest))
     for shard in range(layout.num_shards) if shards is None else shards:
         write_shard(path, manifest, shard, seed=seed, rejected=rejected)
     return Store.open(path)
@@ -78,8 +85,36 @@ def write_shard(path: Path, manifest: Manifest, shard: int, *, seed: int = 0, re
                 continue
             length = int(samples.length[sample])
             states = sample_states(length, manifest.target.hidden_size, len(manifest.layer_ids), seed, sample)
-            writer.append(sample, {layer: states[:, i] for i, layer in enumerate(manifest.layer_ids)})
+            by_layer = {layer: states[:, i] for i, layer in enumerate(manifest.layer_ids)}
+            writer.append(sample, by_layer, sample_teacher(manifest, length, seed, sample))
         writer.seal()
+
+
+def make_scales(manifest: Manifest) -> dict[int, NDArray[np.float32]]:
+    """Channel scales that fit the states; empty for lossless codecs."""
+    states = sample_states(256, manifest.target.hidden_size, 1, 0, 0)[:, 0]
+    calibration = ChannelCalibration()
+    calibration.add(states)
+    return {layer_id: calibration.scale() for layer_id in scale_arrays(manifest)}
+
+
+def sample_teacher(manifest: Manifest, length: int, seed: int, sample: int) -> dict[str, NDArray[Any]]:
+    """The teacher's arrays of a synthetic sample, zeros in rows that are not kept."""
+    teacher = Teacher.parse(manifest.teacher)
+    rng = np.random.default_rng([seed, sample, 2])
+    _, mask = sample_tokens(length, manifest.target.vocab_size, seed, sample)
+    kept = teacher.rows(mask.astype(np.bool_))[:, None]
+    if teacher.kind == "hidden":
+        return {"bits": _random_bits(rng, length, manifest.target.hidden_size) * kept}
+    if teacher.kind == "topk":
+        logits = rng.standard_normal((length, manifest.target.vocab_size), dtype=np.float32)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        ids = np.argsort(-logprobs, axis=1)[:, : teacher.k]
+        return {
+            "topk_ids": (ids * kept).astype(np.int32),
+            "topk_logprobs": np.take_along_axis(logprobs, ids, axis=1).astype(np.float32) * kept,
+        }
+    return {}
 
 
 def sample_tokens(length: int, vocab_size: int, seed: int, sample: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
@@ -102,6 +137,7 @@ def make_manifest(
     num_layers: int,
     vocab_size: int,
     codec: Codec,
+    teacher: str = "none",
 ) -> Manifest:
     """The manifest of a synthetic store, bound to an engine."""
     sizes = LayoutSpec(
@@ -110,6 +146,7 @@ def make_manifest(
         num_rows=layout.num_rows,
         chunk_rows=layout.chunk_rows,
         shard_rows=layout.shard_rows,
+        samples_per_shard=layout.samples_per_shard,
     )
     source = SourceSpec(
         name=_SOURCE,
@@ -133,6 +170,8 @@ def make_manifest(
         template_sha256=_digest("template"),
         layer_ids=layer_ids,
         codec=codec,
+        arithmetic=arithmetic(codec),
+        teacher=teacher,
         layout=sizes,
         data=DataSpec(sources=(source,), settings={}, skipped={}),
         engine=EngineSpec(name=_SOURCE, batch_tokens=1024, device="cpu", attention="sdpa", versions={}),

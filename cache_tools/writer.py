@@ -21,11 +21,14 @@ from cache_tools.arrays import (
     METADATA,
     ArraySpec,
     group_metadata,
-    hidden_array,
+    hidden_arrays,
     parent_groups,
     plan_arrays,
     sample_arrays,
+    scale_arrays,
+    shard_arrays,
     target_array,
+    teacher_arrays,
     token_arrays,
 )
 from cache_tools.codecs import bf16_to_float32, content_id
@@ -44,9 +47,11 @@ from cache_tools.files import (
 from cache_tools.layout import Layout, samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
 from cache_tools.progress import Progress
-from cache_tools.reader import SampleTable
+from cache_tools.quantise import QUANTISED, encode
+from cache_tools.reader import SampleTable, read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
+    SCALES_SEAL,
     TARGET_SEAL,
     Rejection,
     read_manifest,
@@ -163,17 +168,33 @@ def write_target(path: Path, arrays: Mapping[str, NDArray[Any]], attributes: Tar
         write_file(path / TARGET_SEAL, seal_content(manifest, objects))
 
 
+def write_scales(path: Path, scales: Mapping[int, NDArray[np.float32]]) -> None:
+    """Stores and seals the channel scales, float32 [hidden_size] by layer id, of a quantised store; a second time
+    changes nothing, nor does it for lossless codecs. One process at a time, before the first shard. Raises StoreError.
+    """
+    manifest = read_manifest(path)
+    arrays = scale_arrays(manifest)
+    assert set(scales) == set(arrays), f"layers {sorted(scales)}"
+    if not arrays or (path / SCALES_SEAL).exists():
+        return
+    with writing(path):
+        objects: dict[str, ObjectRecord] = {}
+        for layer_id, array in arrays.items():
+            objects |= _write_array(path, array, scales[layer_id])
+        write_file(path / SCALES_SEAL, seal_content(manifest, objects))
+
+
 class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Writes the hidden states of one shard. Other processes may write other shards at the same time.
 
     Samples come in order, each by `append` or `reject`; `seal` makes the shard exist. Leaving the block without it
-    leaves nothing behind. Memory: one chunk per layer.
+    leaves nothing behind. Memory: one chunk per array.
     """
 
     def __init__(self, store_path: Path, manifest: Manifest, shard: int, samples: SampleTable | None = None) -> None:
         """`samples`: the store's table if it is open anyway; otherwise it is read.
 
-        Raises StoreError when the shard is sealed already or cannot be written.
+        Raises StoreError when the shard is sealed already or cannot be written, or when channel scales are missing.
         """
         self._path = Path(store_path).absolute()
         self._manifest = manifest
@@ -192,12 +213,13 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._num_tokens = 0
         self._rejections: list[Rejection] = []
         self._statistics = {layer_id: _LayerStatistics() for layer_id in manifest.layer_ids}
-        self._appenders: dict[int, ShardAppender] = {}
+        self._scales = read_scales(self._path, manifest)
+        self._teacher_arrays = teacher_arrays(manifest)
+        self._appenders: dict[str, ShardAppender] = {}
         with ExitStack() as undo, writing(self._path):
-            for layer_id in manifest.layer_ids:
-                array = hidden_array(manifest, layer_id)
-                self._appenders[layer_id] = ShardAppender(self._path, array, shard)
-                undo.callback(self._appenders[layer_id].abort)
+            for array in shard_arrays(manifest):
+                self._appenders[array.path] = ShardAppender(self._path, array, shard)
+                undo.callback(self._appenders[array.path].abort)
             (self._path / rejected_list(shard)).unlink(missing_ok=True)  # of a writer that died before sealing
             undo.pop_all()
 
@@ -206,20 +228,43 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         """The samples that belong into this shard."""
         return self._samples
 
-    def append(self, sample: int, hidden: Mapping[int, NDArray[np.uint16]]) -> None:
-        """Adds a sample: bfloat16 bit patterns [length, hidden_size] by layer id. Raises StoreError."""
+    def append(
+        self,
+        sample: int,
+        hidden: Mapping[int, NDArray[np.uint16]],
+        teacher: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
+        """Adds a sample: bfloat16 bit patterns [length, hidden_size] by layer id, and the arrays of its teacher.
+
+        `teacher`: [length, ...] by the names of `teacher_arrays`. Raises StoreError.
+        """
         self._advance(sample)
         length = int(self._length[sample])
         shape = (length, self._manifest.target.hidden_size)
-        assert set(hidden) == set(self._appenders), f"layers {sorted(hidden)}"
+        teacher = teacher or {}
+        assert set(hidden) == set(self._manifest.layer_ids), f"layers {sorted(hidden)}"
+        assert set(teacher) == set(self._teacher_arrays), f"teacher {sorted(teacher)}"
         self._num_tokens += length
         with writing(self._path):
-            for layer_id, appender in self._appenders.items():
-                bits = hidden[layer_id]
+            for layer_id, bits in hidden.items():
                 assert bits.shape == shape, f"sample {sample}, layer {layer_id}: {bits.shape}, not {shape}"
                 assert bits.dtype == np.uint16, f"sample {sample}, layer {layer_id}: {bits.dtype}, not uint16"
-                appender.write(int(self._start[sample]), bits)
+                self._append_layer(sample, layer_id, bits)
                 self._statistics[layer_id].add(bits[1:])
+            for name, array in self._teacher_arrays.items():
+                assert teacher[name].dtype == array.dtype, f"sample {sample}, {name}: {teacher[name].dtype}"
+                self._appenders[array.path].write(int(self._start[sample]), teacher[name])
+
+    def _append_layer(self, sample: int, layer_id: int, bits: NDArray[np.uint16]) -> None:
+        arrays = hidden_arrays(self._manifest, layer_id)
+        start = int(self._start[sample])
+        if self._manifest.codec not in QUANTISED:
+            self._appenders[arrays["bits"].path].write(start, bits)
+            return
+        first_row = self._shard * arrays["first"].shard_rows + sample - self._samples.start
+        self._appenders[arrays["first"].path].write(first_row, bits[:1])
+        for name, values in encode(self._manifest.codec, bits[1:], self._scales[layer_id]).items():
+            self._appenders[arrays[name].path].write(start + 1, values)
 
     def reject(self, sample: int, layer: int, reason: str) -> None:
         """Leaves a sample's rows zero in every layer, and records why. `layer`: the first unusable one."""
@@ -231,8 +276,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         assert self._next == self._samples.stop, f"sample {self._next} is missing"
         with writing(self._path):
             objects = {
-                hidden_array(self._manifest, layer_id).object_path(self._shard): appender.finish()
-                for layer_id, appender in self._appenders.items()
+                array.object_path(self._shard): self._appenders[array.path].finish()
+                for array in shard_arrays(self._manifest)
             }
             rejected: list[Json] = [item.to_dict() for item in self._rejections]
             if rejected:

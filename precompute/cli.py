@@ -68,6 +68,10 @@ def _plan_text(report: dict[str, Any]) -> str:
         f"{readable_bytes(size['expected'])} expected"
         + (f" (estimate: 1/{EXPECTED_RATIO})" if report["codec"] == "bf16" else ""),
     ]
+    if size["teacher"]:
+        lines.append(
+            f"teacher      {readable_bytes(size['teacher'])}, {report['bytes_per_token']['teacher']:,.0f} per token"
+        )
     if "free_bytes" in report:
         lines.append(
             f"disk         {readable_bytes(report['free_bytes'])} free, {readable_bytes(size['needed'])} needed"

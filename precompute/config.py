@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cache_tools.codecs import Codec
 from cache_tools.errors import ConfigError
+from cache_tools.teacher import Teacher
 from cache_tools.template_args import parse_template_args
 
 
@@ -48,8 +50,12 @@ class PrecomputeConfig:
     limit: int | None = None
     """Keep only the first N usable rows."""
 
-    codec: Literal["bf16", "raw"] = "bf16"
-    """How hidden states are stored: losslessly compressed bfloat16, or uncompressed."""
+    codec: Codec = "bf16"
+    """How hidden states are stored: bf16 (compressed) and raw are lossless, int8, fp8 and int4 quantised."""
+
+    teacher: str = "none"
+    """What to keep of the target's prediction, for distillation: none, hidden (its last hidden state where the next
+    token is supervised), hidden:all (everywhere), or topk:K (its K likeliest next tokens)."""
 
     chunk_rows: int = 64
     """Tokens per chunk, the smallest part of the store that is read or checked by itself."""
@@ -94,6 +100,7 @@ class PrecomputeConfig:
         if self.attention == "flash_attention_2" and self.dtype != "bfloat16":
             raise ConfigError("flash_attention_2 needs --dtype bfloat16", got=f"--dtype {self.dtype}")
         parse_template_args(self.template_args)
+        Teacher.parse(self.teacher)
 
     def _require_positive(self, name: str) -> None:
         if getattr(self, name) < 1:

@@ -22,6 +22,7 @@ from cache_tools.layer_ids import default_layer_ids
 from cache_tools.layout import Layout, default_shard_rows, plan_layout
 from cache_tools.manifest import DataSpec, LayoutSpec, Manifest, SourceSpec, TargetSpec
 from cache_tools.progress import progress_bar
+from cache_tools.quantise import arithmetic
 from cache_tools.template_args import parse_template_args
 from precompute import fingerprints
 from precompute.config import PrecomputeConfig
@@ -115,12 +116,15 @@ def plan(config: PrecomputeConfig) -> Plan:
         template_sha256=target.template_sha256,
         layer_ids=target.layer_ids,
         codec=config.codec,
+        arithmetic=arithmetic(config.codec),
+        teacher=config.teacher,
         layout=LayoutSpec(
             num_samples=layout.num_samples,
             num_tokens=layout.num_tokens,
             num_rows=layout.num_rows,
             chunk_rows=layout.chunk_rows,
             shard_rows=layout.shard_rows,
+            samples_per_shard=layout.samples_per_shard,
         ),
         data=DataSpec(
             sources=_source_specs(sources, hashes, tokenised),
@@ -155,6 +159,8 @@ def manifest_now(config: PrecomputeConfig, stored: Manifest) -> Manifest:
         template_sha256=target.template_sha256,
         layer_ids=target.layer_ids,
         codec=config.codec,
+        arithmetic=arithmetic(config.codec),
+        teacher=config.teacher,
         layout=dataclasses.replace(stored.layout, chunk_rows=config.chunk_rows),
         data=DataSpec(sources=tuple(specs), settings=config.plan_settings(), skipped=stored.data.skipped),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_tools.arrays import ArraySpec, hidden_arrays, teacher_arrays
 from cache_tools.errors import StoreError
 from cache_tools.manifest import Manifest
+from cache_tools.teacher import Teacher
 from precompute.planning import Plan, Tokenised
 
 # Measured with byte shuffle and zstd: 1.28 (SmolLM2-135M) to 1.40 (Gemma 3), 1.18 for a dozen short samples, whose
@@ -27,12 +30,13 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
     """All numbers of a plan as JSON values; `free_bytes` and `fits` only if it is known where the store goes."""
     manifest, samples = plan.manifest, plan.tokenised.samples
     lengths, supervised = samples.length, int(samples.supervised.sum())
-    size = store_size(manifest, lengths)
+    size = store_size(manifest, lengths, supervised)
     report: dict[str, Any] = {
         "target": manifest.target.name,
         "layer_ids": list(manifest.layer_ids),
         "hidden_size": manifest.target.hidden_size,
         "codec": manifest.codec,
+        "teacher": manifest.teacher,
         "samples": manifest.layout.num_samples,
         "tokens": manifest.layout.num_tokens,
         "supervised": supervised,
@@ -40,7 +44,9 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
         "lengths": {name: int(np.percentile(lengths, q, method="lower")) for name, q in _QUANTILES.items()},
         "duplicates": int(len(samples) - len(np.unique(samples.content_id, axis=0))),
         "shards": manifest.layout.num_shards,
-        "bytes_per_token": {k: round(size[k] / manifest.layout.num_tokens, 1) for k in ("uncompressed", "expected")},
+        "bytes_per_token": {
+            name: round(size[name] / manifest.layout.num_tokens, 1) for name in ("uncompressed", "expected", "teacher")
+        },
         "bytes": size,
         "sources": [
             {"name": source.name, "rows": source.num_rows, "samples": source.num_samples}
@@ -55,37 +61,57 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
     return report
 
 
-def store_size(manifest: Manifest, lengths: NDArray[Any]) -> dict[str, int]:
-    """Bytes of a complete store with samples of these lengths.
+def store_size(manifest: Manifest, lengths: NDArray[Any], num_supervised: int) -> dict[str, int]:
+    """Bytes of a complete store with samples of these lengths, `num_supervised` of their tokens supervised.
 
-    `uncompressed` and `expected` are the hidden states; `needed` is everything, with a margin where it is estimated.
+    `uncompressed` is what the hidden states take as plain bfloat16, `expected` what they take in the store's codec,
+    `teacher` what is kept of the target's prediction. `needed` is everything, with a margin where it is estimated.
     """
     target = manifest.target
-    row_bytes = len(manifest.layer_ids) * target.hidden_size * _BYTES_PER_VALUE
-    uncompressed = manifest.layout.num_tokens * row_bytes
+    uncompressed = manifest.layout.num_tokens * len(manifest.layer_ids) * target.hidden_size * _BYTES_PER_VALUE
     value_bytes = 4 if target.dtype == "float32" else _BYTES_PER_VALUE
     target_bytes = 2 * target.vocab_size * target.hidden_size * value_bytes  # embedding and head, if not tied
     columns = manifest.layout.num_tokens * _BYTES_PER_TOKEN_COLUMNS
-    if manifest.codec == "raw":
-        chunk_rows = manifest.layout.chunk_rows
-        expected = int((-(-lengths // chunk_rows) * chunk_rows).sum()) * row_bytes  # whole chunks are written
-        hidden_needed = expected
-    else:
+    if manifest.codec == "bf16":
         expected = int(uncompressed / EXPECTED_RATIO)
         hidden_needed = int(expected * SAFETY)
+    else:
+        expected = hidden_needed = _uncompressed_arrays(manifest, lengths)
+    teacher = _teacher_bytes(manifest, num_supervised)
     return {
         "uncompressed": uncompressed,
         "expected": expected,
+        "teacher": teacher,
         "target": target_bytes,
-        "needed": hidden_needed + target_bytes + columns,
+        "needed": hidden_needed + int(teacher * SAFETY) + target_bytes + columns,
     }
+
+
+def _uncompressed_arrays(manifest: Manifest, lengths: NDArray[Any]) -> int:
+    """Hidden states of a codec without compression: whole chunks are written, and quantised first tokens as well."""
+    chunk_rows = manifest.layout.chunk_rows
+    num_rows = int((-(-lengths // chunk_rows) * chunk_rows).sum())
+    arrays = hidden_arrays(manifest, manifest.layer_ids[0])
+    layer = sum(_row_bytes(array) * (len(lengths) if name == "first" else num_rows) for name, array in arrays.items())
+    return layer * len(manifest.layer_ids)
+
+
+def _teacher_bytes(manifest: Manifest, num_supervised: int) -> int:
+    teacher = Teacher.parse(manifest.teacher)
+    num_kept = manifest.layout.num_tokens if teacher.everywhere else num_supervised
+    uncompressed = num_kept * sum(map(_row_bytes, teacher_arrays(manifest).values()))
+    return int(uncompressed / EXPECTED_RATIO) if teacher.kind == "hidden" else uncompressed
+
+
+def _row_bytes(array: ArraySpec) -> int:
+    return np.dtype(array.dtype).itemsize * math.prod(array.shape[1:])
 
 
 def require_space(store: Path, needed: int, codec: str) -> None:
     """Raises StoreError when fewer than `needed` bytes are free where `store` is or will be."""
     free = free_bytes(store)
     if needed > free:
-        basis = "" if codec == "raw" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
+        basis = "" if codec != "bf16" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
         raise StoreError(
             "the disk is too small for the store",
             where=store,

@@ -77,7 +77,8 @@ def run(config: PrecomputeConfig) -> RunSummary:
 
 def write_plan(planned: Plan, path: Path) -> None:
     """Writes the planned store at `path`. Raises StoreError when it exists or the disk is too small."""
-    size = store_size(planned.manifest, planned.tokenised.samples.length)
+    found = planned.tokenised.samples
+    size = store_size(planned.manifest, found.length, int(found.supervised.sum()))
     require_space(path, size["needed"], planned.manifest.codec)
     order, samples = planned.layout.order, planned.tokenised.samples
     columns = SampleColumns(source=samples.source[order], row=samples.row[order])
@@ -157,6 +158,7 @@ def _jobs(config: PrecomputeConfig, store: Store, missing: list[int], workers: i
             target=config.target,
             shards=tuple(missing[index::count]),
             writes_target=index == 0 and not store.has_target,
+            calibrates=index == 0,
             dtype=config.dtype,
             attention=config.attention,
             device=devices[index],
@@ -242,7 +244,7 @@ def _require_success(process: Any) -> None:
 
 
 def _check_space(store: Store, missing_tokens: int) -> None:
-    size = store_size(store.manifest, store.samples.length)
+    size = store_size(store.manifest, store.samples.length, int(store.samples.supervised.sum()))
     require_space(store.path, int(size["needed"] * missing_tokens / store.num_tokens), store.manifest.codec)
 
 

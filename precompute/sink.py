@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_tools.arrays import teacher_arrays
 from cache_tools.errors import TargetError
 from cache_tools.integrity import find_bad_layer
 from cache_tools.reader import Store
@@ -24,7 +25,7 @@ _WAITING_BATCHES = 1
 
 @dataclass(frozen=True)
 class FinishedBatch:
-    """Consecutive samples of one shard and their hidden states."""
+    """Consecutive samples of one shard, with their tapped layers and then the arrays of their teacher."""
 
     shard: int
     samples: range
@@ -81,11 +82,11 @@ class ShardSink(AbstractContextManager["ShardSink"]):
         if self._writer is None:
             self._writer = ShardWriter(self._store.path, self._store.manifest, batch.shard, self._store.samples)
         writer = self._writer
-        layers = batch.states.wait()
+        arrays = batch.states.wait()
         first = 0
         for sample in batch.samples:
             end = first + int(self._store.samples.length[sample])
-            self._take_in(writer, sample, [layer[first:end] for layer in layers])
+            self._take_in(writer, sample, [array[first:end] for array in arrays])
             first = end
         if batch.samples.stop == writer.samples.stop:
             writer.seal()
@@ -93,8 +94,10 @@ class ShardSink(AbstractContextManager["ShardSink"]):
             self._writer = None
         self._done(first)
 
-    def _take_in(self, writer: ShardWriter, sample: int, layers: list[NDArray[np.uint16]]) -> None:
-        by_id = dict(zip(self._store.layer_ids, layers, strict=True))
+    def _take_in(self, writer: ShardWriter, sample: int, arrays: list[NDArray[Any]]) -> None:
+        num_layers = len(self._store.layer_ids)
+        by_id: dict[int, NDArray[np.uint16]] = dict(zip(self._store.layer_ids, arrays[:num_layers], strict=True))
+        teacher = dict(zip(teacher_arrays(self._store.manifest), arrays[num_layers:], strict=True))
         for layer_id, bits in by_id.items():
             reason = find_bad_layer(bits)
             if reason is None:
@@ -108,4 +111,4 @@ class ShardSink(AbstractContextManager["ShardSink"]):
                 )
             writer.reject(sample, layer_id, reason)
             return
-        writer.append(sample, by_id)
+        writer.append(sample, by_id, teacher)

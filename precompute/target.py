@@ -24,6 +24,7 @@ from cache_tools.errors import TargetError
 
 KEPT_DTYPE = torch.bfloat16
 _EMBEDDING_SLICE_ROWS = 8192
+_LOGITS_SLICE_ELEMENTS = 2**26
 _NORM_TOLERANCE = 1e-3
 
 
@@ -83,6 +84,11 @@ class Target:
             )
         return cls(model.to(device).eval(), layer_ids, device)
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
     @torch.inference_mode()
     def hidden_states(self, batch: Sequence[NDArray[np.int32]]) -> list[Tensor]:
         """Outputs of the F kept layers, bfloat16 [N, H] each, on the device, samples one after the other.
@@ -108,6 +114,24 @@ class Target:
             )
         kept, self._kept = self._kept, []
         return kept
+
+    @torch.inference_mode()
+    def top_tokens(self, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest next tokens, int32 [N, k], and their natural log-probabilities, float32 [N, k].
+
+        `last` [N, H]: outputs of the last layer. Sorted, the likeliest first.
+        """
+        norm, head = self._final_norm(), self._model.get_output_embeddings()
+        rows = max(1, _LOGITS_SLICE_ELEMENTS // head.weight.shape[0])
+        slices = []
+        for first in range(0, len(last), rows):
+            part = last[first : first + rows]
+            logits = head(norm(part.to(head.weight.dtype))).float()
+            values, ids = torch.log_softmax(logits, dim=-1).topk(k, dim=-1)
+            slices.append((ids.int(), values))
+        if not slices:
+            return last.new_empty((0, k), dtype=torch.int32), last.new_empty((0, k), dtype=torch.float32)
+        return torch.cat([ids for ids, _ in slices]), torch.cat([values for _, values in slices])
 
     def parts(self) -> TargetParts:
         """Embedding, output head and final norm, found by what they do. Raises TargetError for unknown kinds."""

@@ -13,17 +13,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cache_tools.errors import DflashError, TargetError
 from cache_tools.manifest import TargetAttributes
 from cache_tools.reader import Store
 from cache_tools.writer import write_target
 from precompute.batching import plan_batches
+from precompute.calibration import await_scales, calibrate
 from precompute.sink import FinishedBatch, ShardSink
 from precompute.target import Target
+from precompute.teacher import kept_layers, teacher_rows, token_ids
 from precompute.transfer import HostCopier
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -37,6 +37,7 @@ class Job:
     target: Path
     shards: tuple[int, ...]
     writes_target: bool  # whether this worker stores the target's embedding, head and norm
+    calibrates: bool  # whether this worker finds the channel scales that the others wait for
     dtype: str
     attention: str
     device: str
@@ -59,13 +60,19 @@ def run_job(job: Job, report: Callable[[WorkDone], None]) -> None:
     store, device = Store.open(job.store), torch.device(job.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinned memory belongs to the current device's context
-    target = Target.load(job.target, layer_ids=store.layer_ids, dtype=job.dtype, attention=job.attention, device=device)
+    target = Target.load(
+        job.target, layer_ids=kept_layers(store.manifest), dtype=job.dtype, attention=job.attention, device=device
+    )
     batches = [batch for shard in job.shards for batch in _shard_batches(store, shard, job.batch_tokens)]
     try:
         if device.type == "cuda" and batches:
             _try_largest(store, target, [samples for _, samples in batches])
         if job.writes_target:
             _store_parts(store, target)
+        if job.calibrates:
+            calibrate(store, target)
+        elif job.shards:
+            await_scales(store)
         _compute(job, store, target, batches, report)
     except torch.cuda.OutOfMemoryError as error:
         raise TargetError(
@@ -97,12 +104,8 @@ def _compute(
     batches: list[tuple[int, range]],
     report: Callable[[WorkDone], None],
 ) -> None:
-    copier = HostCopier(
-        torch.device(job.device),
-        num_layers=len(store.layer_ids),
-        max_tokens=max((_num_tokens(store, samples) for _, samples in batches), default=0),
-        hidden_size=store.hidden_size,
-    )
+    most_tokens = max((_num_tokens(store, samples) for _, samples in batches), default=0)
+    copier = HostCopier(torch.device(job.device), max_tokens=most_tokens)
     waited = 0.0
     reported = 0.0
 
@@ -113,9 +116,10 @@ def _compute(
 
     with ShardSink(store, on_bad=job.on_bad, done=done) as sink:
         for shard, samples in batches:
-            hidden = target.hidden_states(_token_ids(store, samples))
+            kept = target.hidden_states(token_ids(store, samples))
+            arrays = kept[: len(store.layer_ids)] + teacher_rows(store, target, samples, kept[-1])
             before = time.monotonic()
-            sink.put(FinishedBatch(shard, samples, copier.start(hidden)))
+            sink.put(FinishedBatch(shard, samples, copier.start(arrays)))
             waited += time.monotonic() - before
 
 
@@ -132,11 +136,7 @@ def _try_largest(store: Store, target: Target, batches: list[range]) -> None:
     """Runs the batch with the most padded tokens, so that memory runs out now or never."""
     lengths = store.samples.length
     largest = max(batches, key=lambda b: (len(b) * int(lengths[b.start : b.stop].max()), int(lengths[b.stop - 1])))
-    target.hidden_states(_token_ids(store, largest))
-
-
-def _token_ids(store: Store, samples: range) -> list[NDArray[np.int32]]:
-    return [store.read_tokens(sample)[0] for sample in samples]
+    target.hidden_states(token_ids(store, largest))
 
 
 def _num_tokens(store: Store, samples: range) -> int:

@@ -173,7 +173,7 @@ def test_the_layers_of_a_multimodal_wrapper_are_found(tmp_path: Path) -> None:
 
 def test_host_copies_on_the_cpu_are_the_same_bits() -> None:
     layers = [torch.randn(5, 8).to(torch.bfloat16) for _ in range(2)]
-    copier = HostCopier(CPU, num_layers=2, max_tokens=5, hidden_size=8)
+    copier = HostCopier(CPU, max_tokens=5)
     for got, layer in zip(copier.start(layers).wait(), layers, strict=True):
         np.testing.assert_array_equal(bf16_to_float32(got), layer.float().numpy())
 
@@ -182,7 +182,7 @@ def test_host_copies_on_the_cpu_are_the_same_bits() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_host_copies_from_a_gpu_are_the_same_bits_while_it_computes_on() -> None:
     device = torch.device("cuda:0")
-    copier = HostCopier(device, num_layers=2, max_tokens=4096, hidden_size=512)
+    copier = HostCopier(device, max_tokens=4096)
     for seed in range(8):
         generator = torch.Generator(device).manual_seed(seed)
         layers = [
