@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -12,10 +12,6 @@ from numcodecs import blosc
 from numpy.typing import NDArray
 
 from cache_tools.files import Json
-
-Codec = Literal["bf16", "raw", "int8", "fp8", "int4"]
-"""How hidden states are stored: "bf16" = lossless, compressed; "raw" = the bit patterns as they are; the others are
-quantised, see `quantise`."""
 
 CRC_BYTES = 4
 # The automatic block size of Blosc splits chunks of hidden states so finely that a third of the gain is lost.

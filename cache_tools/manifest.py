@@ -8,7 +8,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from cache_tools.codecs import Codec
+from cache_tools.codec_names import Codec
 from cache_tools.errors import StoreError
 from cache_tools.files import RUN_VERIFY, Json, checksum, to_json
 

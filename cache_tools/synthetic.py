@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import scale_arrays
-from cache_tools.codecs import Codec, float32_to_bf16_bits
+from cache_tools.codec_names import Codec
+from cache_tools.codecs import float32_to_bf16_bits
 from cache_tools.layout import Layout, plan_layout, round_up
 from cache_tools.manifest import DataSpec, EngineSpec, LayoutSpec, Manifest, SourceSpec, TargetAttributes, TargetSpec
 from cache_tools.quantise import ChannelCalibration, arithmetic

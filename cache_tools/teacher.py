@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal
 
 from cache_tools.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _FORMS = "none, hidden, hidden:all, or topk:K with K from 1 to 1024"
 
@@ -41,6 +42,8 @@ class Teacher:
 
     def rows(self, loss_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which rows [length] of a sample are kept."""
+        import numpy as np  # settings load this module, and `--help` must not take numpy's time
+
         if self.everywhere:
             return np.ones(len(loss_mask), dtype=np.bool_)
         return np.append(loss_mask[1:], False).astype(np.bool_)

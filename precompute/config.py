@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cache_tools.codecs import Codec
+from cache_tools.codec_names import Codec
 from cache_tools.errors import ConfigError
 from cache_tools.teacher import Teacher
 from cache_tools.template_args import parse_template_args

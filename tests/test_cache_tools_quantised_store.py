@@ -12,7 +12,8 @@ import tensorstore
 import zarr
 from numpy.typing import NDArray
 
-from cache_tools.codecs import Codec, bf16_to_float32, float32_to_bf16_bits
+from cache_tools.codec_names import Codec
+from cache_tools.codecs import bf16_to_float32, float32_to_bf16_bits
 from cache_tools.errors import StoreError
 from cache_tools.integrity import verify
 from cache_tools.quantise import GROUP_SIZE, QUANTISED, decode, encode

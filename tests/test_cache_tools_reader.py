@@ -18,7 +18,7 @@ import tensorstore
 import zarr
 from numpy.typing import NDArray
 
-from cache_tools.codecs import Codec
+from cache_tools.codec_names import Codec
 from cache_tools.errors import CorruptError, StoreError
 from cache_tools.layout import plan_layout
 from cache_tools.manifest import TargetAttributes
