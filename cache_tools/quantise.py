@@ -154,7 +154,7 @@ def _int4_group_scale(groups: NDArray[np.float32]) -> NDArray[np.uint8]:
     counted in whole 64ths of the scale: such sums are exact in float32, in whatever order they are added up.
     """
     high, low = groups.max(axis=2), groups.min(axis=2)
-    covering = float32_to_e4m3fn(np.maximum(high, -low) / -INT4_MIN).astype(np.int32)
+    covering = float32_to_e4m3fn(np.maximum(np.abs(high), np.abs(low)) / -INT4_MIN).astype(np.int32)
     sign = np.where(high > -low, 0x80, 0)
     best = np.zeros_like(covering)
     smallest_error = np.full(covering.shape, np.inf, np.float32)

@@ -199,6 +199,13 @@ def test_int4_scales_are_nearly_the_best_of_all_there_are() -> None:
     assert found.sum() < 1.05 * best.sum()
 
 
+def test_a_group_of_zeros_of_either_sign_has_the_smallest_scale_and_codes_of_zero() -> None:
+    bits = np.zeros((2, GROUP_SIZE), np.uint16)
+    bits[1] = 0x8000
+    encoded = encode("int4", bits, np.ones(GROUP_SIZE, np.float32))
+    assert (encoded["group_scale"] == 1).all() and (encoded["codes"] == 0x88).all()
+
+
 def test_int4_keeps_the_other_groups_of_a_row_with_an_outlier() -> None:
     bits = normal_states(7, spread=0.1)
     outlier = bits.copy()
