@@ -89,7 +89,7 @@ class TrainConfig:
     slot_weights: Literal["decay", "uniform", "dpace"] = "decay"
     """How slots weigh: by exponential decay, all alike, or by what the acceptance length owes to them (D-PACE)."""
     gamma: float | None = None
-    """For decay: slot k weighs exp(-(k-1)/gamma). Default: 4 for block size 8, 5 for 10, 7 for 16, else size / 2.2."""
+    """Of decay: slot k weighs exp(-(k-1)/gamma). Default: 4, 5, 7 for block sizes 8, 10, 16, else block_size / 2.2."""
     loss_vocab: Literal["full", "seen"] = "full"
     """Tokens the training softmax runs over: all, or only those supervised anywhere in the store (faster)."""
     noise_start: float = 0.0
@@ -152,6 +152,12 @@ class TrainConfig:
                 raise ConfigError(f"{name} must lie between 0 and 1", got=getattr(self, name))
         if not 0 <= self.ema_decay < 1:
             raise ConfigError("ema_decay must be at least 0 and less than 1", got=self.ema_decay)
+        if self.gamma is not None and self.slot_weights != "decay":
+            raise ConfigError(
+                "gamma has no effect without decaying slot weights",
+                got=f"--gamma {self.gamma} --slot-weights {self.slot_weights}",
+                fix="use --slot-weights decay, or leave --gamma out",
+            )
 
     @property
     def slot_gamma(self) -> float:
