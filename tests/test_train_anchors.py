@@ -120,12 +120,9 @@ def test_streak_weights_are_the_sensitivity_of_the_expected_streak(seed: int) ->
     probability = torch.rand(3, 6, generator=generator, dtype=torch.float64)
     valid = torch.rand(3, 6, generator=generator) < 0.7
     logs = (0.5 + 0.5 * probability).log().requires_grad_()
-    length = sum(
-        (logs[block, : slot + 1] * valid[block, : slot + 1]).sum().exp()
-        for block in range(3)
-        for slot in range(6)
-        if valid[block, slot]
-    )
+    length = logs.new_zeros(())
+    for block, slot in valid.nonzero().tolist():
+        length = length + (logs[block, : slot + 1] * valid[block, : slot + 1]).sum().exp()
     (expected,) = torch.autograd.grad(length, logs) if valid.any() else (torch.zeros(3, 6, dtype=torch.float64),)
     torch.testing.assert_close(streak_weights(probability, valid).double(), expected, rtol=1e-5, atol=1e-6)
 

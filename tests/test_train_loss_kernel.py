@@ -11,8 +11,8 @@ import pytest
 import torch
 from loss_cases import expected, make_case
 
-from train import loss_rows
-from train.loss_rows import RowLosses, SliceTeacher, row_losses
+from train import objective
+from train.loss_rows import PLAIN, Kernels, RowLosses, SliceTeacher, row_losses
 from train.objective import OutputHead, block_loss
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -23,15 +23,12 @@ NUM_TOKENS = 150
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     from train import loss_kernel
 
     monkeypatch.setattr(loss_kernel, "_TILE", 64)
-
-
-def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_rows, "has_kernel", lambda _: True)
+    return loss_kernel.TRITON
 
 
 def on_device(teacher: SliceTeacher) -> SliceTeacher:
@@ -43,17 +40,22 @@ def on_device(teacher: SliceTeacher) -> SliceTeacher:
 @pytest.mark.parametrize("num_listed", [None, 1, 20, NUM_TOKENS])
 @pytest.mark.parametrize("kl_weight", [0.0, 0.3, 1.0])
 def test_losses_and_gradient_equal_the_specification_and_float64(
-    monkeypatch: pytest.MonkeyPatch, num_listed: int | None, kl_weight: float, dtype: torch.dtype
+    kernels: Kernels, num_listed: int | None, kl_weight: float, dtype: torch.dtype
 ) -> None:
     case = make_case(12, NUM_TOKENS, num_listed, dtype=dtype)
 
-    def computed(device: str) -> RowLosses:
+    def computed(device: str, kernels: Kernels) -> RowLosses:
         teacher = case.teacher(dtype) if device == "cpu" else on_device(case.teacher(dtype))
-        return row_losses(case.logits.to(device, dtype), case.labels.to(device), teacher, kl_weight, with_gradient=True)
+        return row_losses(
+            case.logits.to(device, dtype),
+            case.labels.to(device),
+            teacher,
+            kl_weight,
+            kernels=kernels,
+            with_gradient=True,
+        )
 
-    plain = computed("cpu")
-    by_kernel(monkeypatch)
-    found = computed(DEVICE)
+    plain, found = computed("cpu", PLAIN), computed(DEVICE, kernels)
     assert plain.gradient is not None and found.gradient is not None
     assert found.gradient.dtype == dtype, "the kernel works in the memory of the logits"
     loss, nll, gradient = expected(case, kl_weight)
@@ -65,31 +67,34 @@ def test_losses_and_gradient_equal_the_specification_and_float64(
         torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
-def test_equal_logits_give_the_first_as_arg_max_listed_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_logits_give_the_first_as_arg_max_listed_or_not(kernels: Kernels) -> None:
     logits = torch.zeros(3, NUM_TOKENS, device=DEVICE)
     logits[:, [5, 70, 140]] = 4.0
     ids = torch.tensor([[5, 1], [70, 140], [0, 1]], device=DEVICE)
     labels = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     teacher = SliceTeacher(ids=ids, probabilities=torch.full((3, 2), 0.25, device=DEVICE))
-    specified = row_losses(logits.clone(), labels, teacher, 0.5, with_gradient=False).best
-    by_kernel(monkeypatch)
     for given in (None, teacher):
-        best = row_losses(logits.clone(), labels, given, 0.5 if given else 0.0, with_gradient=False).best
-        assert best.tolist() == [5, 5, 5] == specified.tolist()
+        for way in (PLAIN, kernels):
+            found = row_losses(logits.clone(), labels, given, 0.5 if given else 0.0, kernels=way, with_gradient=False)
+            assert found.best.tolist() == [5, 5, 5]
 
 
-def test_very_large_and_very_small_logits_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_large_and_very_small_logits_do_not_overflow(kernels: Kernels) -> None:
     logits = torch.linspace(-1e4, 1e4, NUM_TOKENS).expand(2, -1).contiguous()
     labels = torch.tensor([NUM_TOKENS - 1, 0])
-    by_kernel(monkeypatch)
     found = row_losses(
-        logits.to(DEVICE), labels.to(DEVICE), SliceTeacher(logits=logits.flip(1).to(DEVICE)), 0.5, with_gradient=True
+        logits.to(DEVICE),
+        labels.to(DEVICE),
+        SliceTeacher(logits=logits.flip(1).to(DEVICE)),
+        0.5,
+        kernels=kernels,
+        with_gradient=True,
     )
     assert found.nll.tolist() == [0.0, 2e4]
     assert found.gradient is not None and found.gradient.isfinite().all() and found.loss.isfinite().all()
 
 
-def test_the_whole_loss_runs_on_the_kernel_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_loss_runs_on_the_kernel_slice_by_slice(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 4, 16, generator=generator)
     head = torch.randn(NUM_TOKENS, 16, generator=generator)
@@ -108,9 +113,9 @@ def test_the_whole_loss_runs_on_the_kernel_slice_by_slice(monkeypatch: pytest.Mo
         )
         return float(output.loss.detach()), torch.autograd.grad(output.loss, leaf)[0].cpu()
 
-    monkeypatch.setattr(loss_rows, "has_kernel", lambda _: False)
+    monkeypatch.setattr(objective, "_kernels", lambda _: PLAIN)
     loss, gradient = computed()
-    by_kernel(monkeypatch)
+    monkeypatch.setattr(objective, "_kernels", lambda _: kernels)
     found_loss, found_gradient = computed()
     assert found_loss == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-4, atol=1e-5)

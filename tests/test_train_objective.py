@@ -258,7 +258,7 @@ def test_a_label_that_the_head_leaves_out_halves_the_weight_of_the_slots_after_i
     torch.testing.assert_close(output.weights, torch.tensor([[0, sum(reached), 0, reached[2]]]))
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Remembers the most elements of any tensor that is made."""
 
     num_elements = 0
@@ -282,7 +282,7 @@ def test_no_tensor_is_larger_than_a_slice_or_the_hidden_states(num_listed: int |
     listed = (rows @ head.T).log_softmax(-1).topk(5)
     teacher_rows = TeacherRows(rows) if num_listed is None else TeacherRows(None, listed.indices.int(), listed.values)
     index = torch.randint(50, labels.shape, generator=generator)
-    with LargestTensor() as largest:
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         output = block_loss(
             hidden,
             labels,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from train.loss_rows import Statistics
+from train.loss_rows import Kernels, Statistics
 
 # Columns that a program holds at a time.
 _TILE = 4096
@@ -101,8 +101,8 @@ def _gradient_kernel(
     tl.store(logits + place, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
-    """As `loss_rows.statistics`, but of logits in any floating type, which stay as they are."""
+def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
+    """See `Kernels`; the logits stay as they are."""
     num_rows, num_columns = logits.shape
     assert logits.is_contiguous() and (teacher is None or teacher.is_contiguous())
     top, total, lse, gap = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device).unbind()
@@ -124,10 +124,10 @@ def statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
     return Statistics(top, total, best, *((lse, gap) if teacher is not None else (None, None)))
 
 
-def gradient_(
+def _gradient_(
     logits: Tensor, sums: Statistics, scale: Tensor, labels: Tensor, teacher: Tensor | None, kl_weight: float
 ) -> None:
-    """As `loss_rows.gradient_`, from the logits themselves."""
+    """See `Kernels`; from the logits themselves."""
     num_rows, num_columns = logits.shape
     if num_rows == 0:
         return
@@ -149,3 +149,6 @@ def gradient_(
 
 def _tile(num_columns: int) -> int:
     return min(_TILE, int(triton.next_power_of_2(num_columns)))
+
+
+TRITON = Kernels(_statistics, _gradient_, float32_only=False)

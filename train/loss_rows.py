@@ -17,15 +17,14 @@ By the log-sum inequality this is at most the KL over all tokens, and equal to i
 nothing is made up about the tokens that were not stored. p_v need not be renormalised, and q_rest is summed over its
 tokens (not 1 minus the others, which cancels when the drafter is sure).
 
-Everything of size R x V happens in `statistics` and `gradient_`. Those here, in PyTorch, are the specification;
-`train.loss_kernel` has the same two as Triton kernels, for CUDA.
+Everything of size R x V happens in the two functions of `Kernels`. Those here, in PyTorch, are the specification;
+`train.loss_kernel` has the same two in Triton.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -74,27 +73,36 @@ class Statistics:
     """sum of softmax(t) * (t - z)."""
 
 
-@cache
-def has_kernel(device_type: str) -> bool:
-    """True where the Triton kernels run."""
-    return device_type == "cuda" and find_spec("triton") is not None
+@dataclass(frozen=True)
+class Kernels:
+    """One way to compute what is of size R x V."""
+
+    statistics: Callable[[Tensor, Tensor | None], Statistics]
+    """(logits, teacher's logits) [R, V] -> sums; it may leave something else in the place of the logits."""
+    gradient_: Callable[[Tensor, Statistics, Tensor, Tensor, Tensor | None, float], None]
+    """(what is left of the logits, sums, scale [R], labels [R], teacher's logits, kl_weight): makes it
+    exp(z - top) * scale - (1 - kl_weight) [v = label] - kl_weight * softmax(teacher's logits)."""
+    float32_only: bool
+    """The logits must be float32."""
 
 
 def row_losses(
-    logits: Tensor, labels: Tensor, teacher: SliceTeacher | None, kl_weight: float, *, with_gradient: bool
+    logits: Tensor,
+    labels: Tensor,
+    teacher: SliceTeacher | None,
+    kl_weight: float,
+    *,
+    kernels: Kernels,
+    with_gradient: bool,
 ) -> RowLosses:
     """Losses of rows: logits [R, V] (used up), labels int64 [R]; without a teacher `kl_weight` must be 0."""
     assert teacher is not None or kl_weight == 0
-    if has_kernel(logits.device.type):
-        from train import loss_kernel
-
-        compute, finish = loss_kernel.statistics, loss_kernel.gradient_
-    else:
-        logits, compute, finish = logits.float(), statistics, gradient_
+    if kernels.float32_only:
+        logits = logits.float()
     full = teacher.logits if teacher is not None else None
     label_logits = logits.gather(1, labels[:, None]).squeeze(1).float()
     listed = _Listed.take(logits, teacher) if teacher is not None and teacher.ids is not None else None
-    sums = compute(logits, full)
+    sums = kernels.statistics(logits, full)
     unlisted_lse = sums.top + sums.total.log()  # of all tokens when none is listed
     if listed is None:
         lse, best, scale = unlisted_lse, sums.best, sums.total.reciprocal()
@@ -109,7 +117,7 @@ def row_losses(
     elif sums.gap is not None and sums.teacher_lse is not None:
         loss = nll.lerp(sums.gap - sums.teacher_lse + lse, kl_weight)
     if with_gradient:
-        finish(logits, sums, scale, labels, full, kl_weight)
+        kernels.gradient_(logits, sums, scale, labels, full, kl_weight)
         if listed is not None:
             listed.put_gradient(logits, lse, labels, kl_weight)
     return RowLosses(loss, nll, best, logits if with_gradient else None)
@@ -157,7 +165,7 @@ class _Listed:
         gradient.scatter_(1, self.ids, own.to(gradient.dtype))
 
 
-def statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
+def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
     """Sums over float32 logits [R, V], which become exp(z - top), and teacher's logits [R, V]."""
     top, best = logits.max(dim=1)
     top = top.clamp_min(_LOWEST)
@@ -170,12 +178,15 @@ def statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
     return Statistics(top, total, best, lse, gap)
 
 
-def gradient_(
+def _gradient_(
     logits: Tensor, sums: Statistics, scale: Tensor, labels: Tensor, teacher: Tensor | None, kl_weight: float
 ) -> None:
-    """What `statistics` made of the logits becomes exp(z - top) * scale - (1 - kl_weight) [label] - kl_weight * p."""
+    """See `Kernels`; the logits are exp(z - top) by now."""
     logits.mul_(scale[:, None])
     if teacher is not None:
         assert sums.teacher_lse is not None
         logits.sub_((teacher.float() - sums.teacher_lse[:, None]).exp_(), alpha=kl_weight)
     logits[torch.arange(len(labels), device=labels.device), labels] -= 1 - kl_weight
+
+
+PLAIN = Kernels(_statistics, _gradient_, float32_only=True)

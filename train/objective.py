@@ -12,13 +12,14 @@ autograd, so a row's weight may depend on what the drafter said.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from train.anchors import streak_weights
-from train.loss_rows import row_losses
+from train.loss_rows import PLAIN, Kernels, row_losses
 from train.teacher import BlockTeacher
 
 # Elements of one slice of logits: small enough not to matter for memory, large enough for the matrix products. With
@@ -164,6 +165,7 @@ def block_loss(
         kl_weight,
         max(1, elements // head.weight.shape[0]),
         torch.is_grad_enabled() and hidden.requires_grad,
+        _kernels(hidden.device),
     )
     probability = _scatter(torch.exp(-nll), index, valid.shape)
     correct = _scatter(best == head_rows.flatten()[index], index, valid.shape)
@@ -190,6 +192,15 @@ def block_loss(
     )
 
 
+def _kernels(device: torch.device) -> Kernels:
+    """Triton's on a GPU, else PyTorch's."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from train.loss_kernel import TRITON
+
+        return TRITON
+    return PLAIN
+
+
 def _scatter(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
     """Values [R] at flat positions `index` of zeros of `shape`."""
     full = values.new_zeros(shape.numel())
@@ -213,6 +224,7 @@ class _SlicedLoss(torch.autograd.Function):
         kl_weight: float,
         rows_per_slice: int,
         needs_gradient: bool,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_rows = hidden.shape[0]
         loss, nll = torch.empty(2, num_rows, dtype=torch.float32, device=hidden.device).unbind()
@@ -226,6 +238,7 @@ class _SlicedLoss(torch.autograd.Function):
                     labels[rows],
                     teacher.of_slice(rows, weight) if teacher is not None else None,
                     kl_weight,
+                    kernels=kernels,
                     with_gradient=needs_gradient,
                 )
                 loss[rows], nll[rows], best[rows] = losses.loss, losses.nll, losses.best
@@ -244,4 +257,4 @@ class _SlicedLoss(torch.autograd.Function):
         for first in range(0, len(gradient), ctx.rows_per_slice):  # a product in float32 of all rows would be large
             rows = slice(first, first + ctx.rows_per_slice)
             scaled[rows] = gradient[rows].float() * grads[0][rows, None]
-        return scaled, None, None, None, None, None, None
+        return scaled, None, None, None, None, None, None, None
