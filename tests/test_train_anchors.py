@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from train.anchors import block_targets, block_tokens, candidates, sample_anchors
+from train.anchors import block_targets, block_tokens, candidates, sample_anchors, slot_weights, streak_weights
 
 Documents = list[list[bool]]
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=25), min_size=1, max_size=6)
@@ -101,3 +101,40 @@ def test_labels_stop_at_the_document_and_skip_unsupervised_slots() -> None:
 def test_block_input_is_the_anchor_token_then_mask_tokens() -> None:
     tokens = block_tokens(torch.tensor([2, 0]), torch.tensor([5, 6, 7]), block_size=3, mask_token_id=99)
     assert tokens.tolist() == [[7, 99, 99], [5, 99, 99]]
+
+
+def test_streak_weights_of_two_blocks_computed_by_hand() -> None:
+    """Smoothed with 1/2: 3/4, 5/8, 1. Block 2 has no supervised label at slot 2: as if that slot did not exist."""
+    probability = torch.tensor([[0.9, 0.5, 0.25, 1.0], [0.9, 0.5, 0.0, 1.0]])
+    valid = torch.tensor([[False, True, True, True], [False, True, False, True]])
+    reached = [0.75, 0.75 * 0.625, 0.75 * 0.625]
+    expected = [[0, sum(reached), sum(reached[1:]), reached[2]], [0, 0.75 + 0.75, 0, 0.75]]
+    torch.testing.assert_close(streak_weights(probability, valid), torch.tensor(expected))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_streak_weights_are_the_sensitivity_of_the_expected_streak(seed: int) -> None:
+    """The weight of slot j is the derivative of the smoothed expected length with respect to log q'_j."""
+    generator = torch.Generator().manual_seed(seed)
+    probability = torch.rand(3, 6, generator=generator, dtype=torch.float64)
+    valid = torch.rand(3, 6, generator=generator) < 0.7
+    logs = (0.5 + 0.5 * probability).log().requires_grad_()
+    length = logs.new_zeros(())
+    for block, slot in valid.nonzero().tolist():
+        length = length + (logs[block, : slot + 1] * valid[block, : slot + 1]).sum().exp()
+    (expected,) = torch.autograd.grad(length, logs) if valid.any() else (torch.zeros(3, 6, dtype=torch.float64),)
+    torch.testing.assert_close(streak_weights(probability, valid).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_streak_weights_carry_no_gradient() -> None:
+    probability = torch.full((1, 3), 0.5, requires_grad=True)
+    assert not streak_weights(probability, torch.tensor([[False, True, True]])).requires_grad
+
+
+def test_weights_before_the_drafter_has_run() -> None:
+    valid = torch.tensor([[False, True, True], [False, False, True]])
+    assert torch.equal(slot_weights(valid, "uniform", gamma=2.0), valid.float())
+    assert torch.equal(slot_weights(valid, "dpace", gamma=2.0), valid.float())
+    e = float(torch.tensor(-0.5).exp())
+    torch.testing.assert_close(slot_weights(valid, "decay", gamma=2.0), torch.tensor([[0, 1, e], [0, 0, e]]))

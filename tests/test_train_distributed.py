@@ -204,7 +204,7 @@ def a_full_disk() -> None:
 
 
 def sudden_death() -> None:
-    patch("train.loop.block_loss", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
+    patch("train.loop.block_loss", side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
 def test_an_unreadable_sample_counts_alike_on_any_number_of_ranks(store: Path, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def little_patience() -> None:
 
 def silence() -> None:
     little_patience()
-    patch("train.loop.block_loss", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGSTOP)).start()
+    patch("train.loop.block_loss", side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)).start()
 
 
 def test_ranks_do_not_wait_for_ever_for_one_that_stands_still(store: Path, tmp_path: Path) -> None:

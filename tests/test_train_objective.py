@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import exp
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_cases import lumped_kl
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.anchors import decay_weights
+from train.anchors import decay_weights, streak_weights
+from train.batches import TeacherRows
 from train.objective import BlockSums, OutputHead, block_loss
+from train.target_parts import FinalNorm
+from train.teacher import BlockTeacher
 
 NUM_BLOCKS, BLOCK_SIZE, HIDDEN, VOCAB = 5, 4, 8, 23
 
@@ -151,3 +157,141 @@ def test_sums_over_parts_add_up_to_the_sums_of_the_whole(cuts: list[int]) -> Non
         total = total + block_loss(hidden[part], labels[part], weights[part], OutputHead(head)).sums
     torch.testing.assert_close(total.vector(), whole.vector(), rtol=1e-6, atol=1e-6)
     assert torch.equal(BlockSums.from_vector(whole.vector()).vector(), whole.vector())
+
+
+NUM_ROWS = 11
+NORM = FinalNorm(torch.linspace(-0.5, 0.5, HIDDEN), 1e-6, adds_one=True)
+
+
+def teacher_of(head: Tensor, num_listed: int | None, seed: int = 7) -> tuple[BlockTeacher, Tensor]:
+    """A teacher of the example's slots, with rows shared between slots, and its logits [A, B, V] in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    last_hidden = torch.randn(NUM_ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+    index = torch.randint(NUM_ROWS, (NUM_BLOCKS, BLOCK_SIZE), generator=generator)
+    scale = last_hidden / (last_hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    logits = scale * (1 + NORM.weight.double()) @ head.T
+    if num_listed is None:
+        return BlockTeacher(TeacherRows(hidden=last_hidden), index, NORM), logits[index]
+    logprobs, ids = logits.log_softmax(-1).topk(num_listed)
+    return BlockTeacher(TeacherRows(None, ids.int(), logprobs.float()), index, NORM), logits[index]
+
+
+@pytest.mark.parametrize("slice_elements", [1, 3 * VOCAB, None])
+@pytest.mark.parametrize("num_listed", [None, 5])
+@pytest.mark.parametrize("kl_weight", [0.4, 1.0])
+def test_kl_and_its_gradient_equal_plain_autograd_whatever_the_slices(
+    kl_weight: float, num_listed: int | None, slice_elements: int | None
+) -> None:
+    hidden, labels, weights, head = example()
+    teacher, teacher_logits = teacher_of(head, num_listed)
+    plain, sliced = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    kl = lumped_kl(teacher_logits.flatten(0, 1), (plain @ head.T).flatten(0, 1), num_listed).view(labels.shape)
+    ce = plain_loss(plain, labels, weights.double(), head)
+    expected = (1 - kl_weight) * ce + kl_weight * (kl * weights.double()).sum()
+    output = block_loss(
+        sliced, labels, weights, OutputHead(head), teacher=teacher, kl_weight=kl_weight, slice_elements=slice_elements
+    )
+    torch.testing.assert_close(output.loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert output.sums.loss.item() == pytest.approx(expected.detach().item(), rel=1e-5)
+    (wanted,) = torch.autograd.grad(expected, plain)
+    (found,) = torch.autograd.grad(output.loss, sliced)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_without_kl_weight_changes_nothing() -> None:
+    hidden, labels, weights, head = example()
+    teacher, _ = teacher_of(head, None)
+    with_teacher = block_loss(hidden, labels, weights, OutputHead(head), teacher=teacher, kl_weight=0.0)
+    assert torch.equal(with_teacher.loss, block_loss(hidden, labels, weights, OutputHead(head)).loss)
+
+
+def test_with_a_restricted_head_the_teacher_speaks_about_its_tokens_only() -> None:
+    hidden, labels, weights, head = example(2)
+    vocab_ids = torch.arange(0, VOCAB, 2)
+    labels = labels // 2 * 2  # all of them are in the head
+    teacher, teacher_logits = teacher_of(head, None)
+    output = block_loss(hidden, labels, weights, OutputHead.restricted(head, vocab_ids), teacher=teacher, kl_weight=1.0)
+    kl = lumped_kl(teacher_logits[..., ::2].flatten(0, 1), (hidden @ head[::2].T).flatten(0, 1), None)
+    torch.testing.assert_close(output.loss.double(), (kl.view(labels.shape) * weights).sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("slice_elements", [1, None])
+def test_streak_aware_weights_come_from_the_same_pass_and_carry_no_gradient(slice_elements: int | None) -> None:
+    hidden, labels, weights, head = example(4)
+    valid = weights > 0
+    plain, sliced = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    of_label = (plain @ head.T).softmax(-1).gather(-1, labels[..., None])[..., 0]
+    dynamic = streak_weights(of_label.detach(), valid)
+    expected = plain_loss(plain, labels, dynamic.double(), head)
+    output = block_loss(
+        sliced, labels, valid.float(), OutputHead(head), streak_aware=True, slice_elements=slice_elements
+    )
+    torch.testing.assert_close(output.loss.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.weights, dynamic, rtol=1e-5, atol=1e-6)
+    assert output.sums.weight.item() == pytest.approx(dynamic.sum().item(), rel=1e-5)
+    (wanted,) = torch.autograd.grad(expected, plain)
+    torch.testing.assert_close(torch.autograd.grad(output.loss, sliced)[0], wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_every_weighting_gives_a_mean_over_the_same_slots_so_that_one_learning_rate_serves() -> None:
+    """Slots that all have the same loss give that loss and the same gradient norm, whatever their weights."""
+    hidden, labels = torch.zeros(3, BLOCK_SIZE, HIDDEN), torch.zeros(3, BLOCK_SIZE, dtype=torch.int64)
+    hidden[..., 0] = 1.0
+    head = OutputHead(torch.eye(VOCAB, HIDDEN))
+    valid = torch.tensor([[False, True, True, True], [False, True, False, False], [False, True, True, False]])
+    outcomes = []
+    for weights, streak_aware in ((valid.float(), False), (decay_weights(valid, 2.0), False), (valid.float(), True)):
+        leaf = hidden.clone().requires_grad_()
+        output = block_loss(leaf, labels, weights, head, streak_aware=streak_aware)
+        (gradient,) = torch.autograd.grad(output.loss / output.sums.weight, leaf)
+        outcomes.append((output.sums.mean_loss, float(gradient.sum(dim=(0, 1)).norm())))
+    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-6) and outcomes[2] == pytest.approx(outcomes[0], rel=1e-6)
+
+
+def test_a_label_that_the_head_leaves_out_halves_the_weight_of_the_slots_after_it() -> None:
+    hidden = torch.zeros(1, 4, HIDDEN)
+    labels = torch.tensor([[0, 1, 5, 1]])
+    head = OutputHead.restricted(torch.eye(VOCAB, HIDDEN), torch.tensor([0, 1]))  # each label of two has 1/2
+    weights = torch.tensor([[0.0, 1, 1, 1]])
+    output = block_loss(hidden, labels, weights, head, streak_aware=True)
+    reached = [0.75, 0.75 * 0.5, 0.75 * 0.5 * 0.75]
+    torch.testing.assert_close(output.weights, torch.tensor([[0, sum(reached), 0, reached[2]]]))
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Remembers the most elements of any tensor that is made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self.num_elements = max(self.num_elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+@pytest.mark.parametrize("num_listed", [None, 5])
+def test_no_tensor_is_larger_than_a_slice_or_the_hidden_states(num_listed: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_blocks, num_tokens, slice_elements = 300, 1000, 20_000
+    hidden = torch.randn(num_blocks, BLOCK_SIZE, HIDDEN, generator=generator).requires_grad_()
+    head = torch.randn(num_tokens, HIDDEN, generator=generator)
+    labels = torch.randint(num_tokens, (num_blocks, BLOCK_SIZE), generator=generator)
+    rows = torch.randn(50, HIDDEN, generator=generator)
+    listed = (rows @ head.T).log_softmax(-1).topk(5)
+    teacher_rows = TeacherRows(rows) if num_listed is None else TeacherRows(None, listed.indices.int(), listed.values)
+    index = torch.randint(50, labels.shape, generator=generator)
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
+        output = block_loss(
+            hidden,
+            labels,
+            torch.ones(num_blocks, BLOCK_SIZE),
+            OutputHead(head),
+            teacher=BlockTeacher(teacher_rows, index, NORM),
+            kl_weight=0.5,
+            streak_aware=True,
+            slice_elements=slice_elements,
+        )
+        torch.autograd.backward(output.loss)
+    assert largest.num_elements == max(slice_elements, hidden.numel()) < num_blocks * BLOCK_SIZE * num_tokens / 50

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from cache_tools.order import mix64, mix64_array
 # Separate the two uses of a (seed, step, sample) key from each other and from those of other modules.
 _COUNT_KEY = 0x616E63686F72 << 8
 _CHOICE_KEY = _COUNT_KEY + 1
+
+# The paper's a: with 0 a wrong slot would end all learning of the slots after it, with 1 all weights are fixed.
+DPACE_SMOOTHING = 0.5
 
 
 def candidates(loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -98,6 +102,26 @@ def decay_weights(valid: Tensor, gamma: float) -> Tensor:
     """Float32 [A, B]: exp(-(k - 1) / gamma) at valid slots (early slots decide acceptance), 0 elsewhere."""
     slots = torch.arange(valid.shape[1], device=valid.device, dtype=torch.float32)
     return torch.exp(-(slots - 1) / gamma) * valid
+
+
+def slot_weights(valid: Tensor, kind: Literal["uniform", "decay", "dpace"], gamma: float) -> Tensor:
+    """What is known of the slots' weights before the drafter has run: float32 [A, B], 0 where `valid` is false.
+
+    "decay" is `decay_weights`; the others are 1 at valid slots, which `streak_weights` multiplies for "dpace".
+    """
+    return decay_weights(valid, gamma) if kind == "decay" else valid.float()
+
+
+def streak_weights(label_probability: Tensor, valid: Tensor) -> Tensor:
+    """D-PACE (arXiv 2605.18810): how much of the expected acceptance length hangs on each slot; float32 [A, B].
+
+    With q the drafter's probability of the label and a = 0.5: smoothed q'_j = (1 - a) q_j + a, chance to come as
+    far as slot j C_j = q'_1 ... q'_j, weight w_j = C_j + C_{j+1} + ... of the slots from j on. Slots that are not
+    valid change nothing: their q' is 1, their C is left out of the sums, their weight is 0. No gradient flows.
+    """
+    smoothed = (1 - DPACE_SMOOTHING) * label_probability.detach().float() + DPACE_SMOOTHING
+    reached = torch.where(valid, smoothed, 1.0).cumprod(dim=1) * valid
+    return reached.flip(1).cumsum(dim=1).flip(1) * valid
 
 
 def block_tokens(anchors: Tensor, input_ids: Tensor, block_size: int, mask_token_id: int) -> Tensor:

@@ -1,6 +1,7 @@
 """What the loader delivers.
 
-Letters: T = tokens of a pack, F = tapped layers, H = hidden size of the target, D = documents (samples) of a pack.
+Letters: T = tokens of a pack, F = tapped layers, H = hidden size of the target, D = documents (samples) of a pack,
+K = tokens kept of the target's distribution.
 """
 
 from __future__ import annotations
@@ -8,8 +9,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """What the target says after each row of a pack, in one of two forms: row t is about the token at t + 1."""
+
+    hidden: Tensor | None = None
+    """bfloat16 [T, H], output of the target's last layer, before its final norm."""
+    topk_ids: Tensor | None = None
+    """int32 [T, K], the target's likeliest tokens, each at most once in a row."""
+    topk_logprobs: Tensor | None = None
+    """float32 [T, K], their log-probabilities under the whole softmax: what is missing to 1 lies outside."""
+
+    def __post_init__(self) -> None:
+        assert (self.hidden is None) != (self.topk_ids is None), "one form, not both and not none"
+        assert (self.topk_ids is None) == (self.topk_logprobs is None), "top-k needs tokens and log-probabilities"
+
+    def to(self, device: torch.device) -> TeacherRows:
+        """The same rows on a device; the copy may still be under way."""
+        moved = (
+            None if tensor is None else tensor.to(device, non_blocking=True)
+            for tensor in (self.hidden, self.topk_ids, self.topk_logprobs)
+        )
+        return TeacherRows(*moved)
 
 
 @dataclass(frozen=True)
@@ -25,6 +51,7 @@ class Pack:
     loss_mask: Tensor  # bool [T]
     positions: Tensor  # int64 [T], from 0 in every document
     features: Tensor  # bfloat16 [T, F * H], layers side by side in the order of layer_ids
+    teacher: TeacherRows | None = None
 
 
 @dataclass(frozen=True)

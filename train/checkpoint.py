@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Checkpoint:
     step: int
     weights: dict[str, Tensor]
     """fp32 master weights of the drafter by their exported names, in the parametrisation that is trained."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """Running average of `weights`; empty for a run that keeps none."""
     feature_scale: Tensor
     """float32 [num_tapped * hidden]; context features are multiplied by it before `fc`."""
     optimizer: dict[str, Any]
@@ -51,6 +53,11 @@ class Checkpoint:
     """Hash of which samples each step so far trained on, 16 hex digits."""
     num_unreadable: int = 0
     """Samples left out so far because they could not be read."""
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The weights to use the drafter with: their average if the run keeps one."""
+        return self.average or self.weights
 
 
 def save(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
@@ -70,6 +77,7 @@ def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         _remove_leftovers(folder)
         temporary.mkdir()
         tensors = {f"drafter.{name}": tensor for name, tensor in checkpoint.weights.items()}
+        tensors |= {f"average.{name}": tensor for name, tensor in checkpoint.average.items()}
         tensors["feature_scale"] = checkpoint.feature_scale
         save_file(
             {name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
@@ -112,6 +120,7 @@ def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer
         )
         return Checkpoint(
             weights={n.removeprefix("drafter."): t for n, t in tensors.items() if n.startswith("drafter.")},
+            average={n.removeprefix("average."): t for n, t in tensors.items() if n.startswith("average.")},
             feature_scale=tensors["feature_scale"],
             optimizer=optimizer,
             **plain,

@@ -66,8 +66,10 @@ class TrainConfig:
     seed: int = 0
     """Seed of data order, anchors, noise and initial weights."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for all matrices (momentum 0.95, steps as large as AdamW's) with AdamW for the rest."""
     lr: float = 6e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_ratio: float = 0.04
     """Share of all steps over which the learning rate rises linearly."""
     min_lr_ratio: float = 0.0
@@ -77,11 +79,17 @@ class TrainConfig:
     beta2: float = 0.95
     """AdamW's decay of the second moment."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only."""
     clip_norm: float = 1.0
     """Largest gradient norm; larger ones are scaled down to it."""
+    ema_decay: float = 0.0
+    """Keep an average of the weights, this share of it from step to step; export and eval take it. 0: none."""
+    kl_weight: float = 0.0
+    """0: cross entropy with the data's tokens. 1: KL to the target's distribution, from the store. Else a mixture."""
+    slot_weights: Literal["decay", "uniform", "dpace"] = "decay"
+    """How slots weigh: by exponential decay, all alike, or by what the acceptance length owes to them (D-PACE)."""
     gamma: float | None = None
-    """Slot k weighs exp(-(k-1)/gamma). Default: 4 for block size 8, 5 for 10, 7 for 16, else block_size / 2.2."""
+    """Of decay: slot k weighs exp(-(k-1)/gamma). Default: 4, 5, 7 for block sizes 8, 10, 16, else block_size / 2.2."""
     loss_vocab: Literal["full", "seen"] = "full"
     """Tokens the training softmax runs over: all, or only those supervised anywhere in the store (faster)."""
     noise_start: float = 0.0
@@ -139,9 +147,17 @@ class TrainConfig:
         for name in ("lr", "clip_norm", "epochs", "gamma"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive", got=getattr(self, name))
-        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2", "validation_share"):
+        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2", "validation_share", "kl_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must lie between 0 and 1", got=getattr(self, name))
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError("ema_decay must be at least 0 and less than 1", got=self.ema_decay)
+        if self.gamma is not None and self.slot_weights != "decay":
+            raise ConfigError(
+                "gamma has no effect without decaying slot weights",
+                got=f"--gamma {self.gamma} --slot-weights {self.slot_weights}",
+                fix="use --slot-weights decay, or leave --gamma out",
+            )
 
     @property
     def slot_gamma(self) -> float:

@@ -20,7 +20,10 @@ def load_any_drafter(path: Path) -> DFlashDrafter:
 
 
 def drafter_of_run(run: Path) -> DFlashDrafter:
-    """The newest checkpoint's drafter in float32, reading unscaled features: the feature scale is folded into `fc`."""
+    """The newest checkpoint's drafter in float32, reading unscaled features: the feature scale is folded into `fc`.
+
+    Of a run with --ema-decay, the averaged weights.
+    """
     newest = checkpoints.latest(run)
     if newest is None:
         raise CheckpointError(
@@ -34,6 +37,6 @@ def drafter_of_run(run: Path) -> DFlashDrafter:
         name: tuple(value) if isinstance(value, list) else value for name, value in checkpoint.drafter.items()
     }
     drafter = DFlashDrafter(DrafterConfig(**plain))
-    drafter.load_state_dict(checkpoint.weights)
+    drafter.load_state_dict(checkpoint.trained)
     fold_feature_scale(drafter, checkpoint.feature_scale)
     return drafter.eval()

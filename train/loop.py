@@ -12,7 +12,7 @@ import torch
 
 from cache_tools.errors import StoreError
 from train import checkpoint as checkpoints
-from train.anchors import block_targets, block_tokens, decay_weights, sample_anchors
+from train.anchors import block_targets, block_tokens, sample_anchors, slot_weights
 from train.attention import BlockLayout
 from train.checkpoint import Checkpoint
 from train.config import TrainConfig
@@ -126,10 +126,9 @@ def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: floa
             got=f"loss {sums.mean_loss}, gradient norm {grad_norm}",
             fix="check these samples with `dflash-cache show`, lower --lr, or train with --precision fp32",
         )
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.step(lr)
+    if state.average is not None:
+        state.average.update(batch.step + 1)
     return sums, grad_norm
 
 
@@ -206,8 +205,15 @@ def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float
     layout = BlockLayout(anchors, cu_seqlens, config.block_size)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
         hidden = state.drafter(embeds, state.drafter.context(features), layout)
-    weights = decay_weights(targets.valid, config.slot_gamma)
-    output = block_loss(hidden, targets.labels, weights, state.head)
+    output = block_loss(
+        hidden,
+        targets.labels,
+        slot_weights(targets.valid, config.slot_weights, config.slot_gamma),
+        state.head,
+        teacher=state.teacher(pack.teacher, anchors) if config.kl_weight > 0 else None,
+        kl_weight=config.kl_weight,
+        streak_aware=config.slot_weights == "dpace",
+    )
     torch.autograd.backward(output.loss)
     return output.sums
 
@@ -223,6 +229,7 @@ def _save_if_due(state: TrainingState) -> None:
         step=state.step,
         weights=state.drafter.state_dict(),
         feature_scale=state.feature_scale.float(),
+        average=state.average.state_dict() if state.average is not None else {},
         optimizer=state.optimizer.state_dict(),
         drafter=state.drafter_plain,
         config=state.config_plain,

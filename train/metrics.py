@@ -21,7 +21,7 @@ class StepMetrics:
     epoch: float
     """Passes over the data after this step."""
     loss: float
-    """Weighted mean negative log-likelihood of the labels, nats."""
+    """Weighted mean of what is minimised, nats: cross entropy with the labels, KL, or their mixture."""
     acc: float
     """Share of supervised slots whose arg-max is the label."""
     streak: float

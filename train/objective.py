@@ -1,20 +1,26 @@
-"""Cross entropy of block slots over a frozen output head, in slices: all logits never exist at once.
+"""The loss of block slots over a frozen output head, in slices: all logits never exist at once.
 
 Letters: A = anchors, B = block size, H = hidden size, R = rows with loss (at most A * B), V = tokens of the
-head.
+head. What the loss of a row is: `train.loss_rows`.
 
 Because the head is frozen, the gradient of the loss with respect to a row of hidden states is known as soon
 as the row's logits are: the forward pass makes both, slice by slice, and backward only scales what was kept.
-So logits are computed once and nothing of size R x V is ever stored.
+So logits are computed once and nothing of size R x V is ever stored. Rows are weighted after that, by ordinary
+autograd, so a row's weight may depend on what the drafter said.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from train.anchors import streak_weights
+from train.loss_rows import PLAIN, Kernels, row_losses
+from train.teacher import BlockTeacher
 
 # Elements of one slice of logits: small enough not to matter for memory, large enough for the matrix products. With
 # 49,152 tokens and 896 rows on two busy cores: 2**20 1.31 s, 2**21 0.96 s, 2**23 0.83 s, 2**24 0.86 s.
@@ -51,7 +57,7 @@ class BlockSums:
     """
 
     loss: Tensor
-    """float64, sum of weight * cross entropy."""
+    """float64, sum of weight * loss of a slot."""
     weight: Tensor
     """float64, sum of weights: the denominator of the loss."""
     accepted: Tensor
@@ -113,9 +119,11 @@ class LossOutput:
     """Result of `block_loss`."""
 
     loss: Tensor
-    """float32 sum of weight * cross entropy, differentiable; divide it by the weights of the whole step."""
+    """float32 sum of weight * loss of a slot, differentiable; divide it by the weights of the whole step."""
     sums: BlockSums
     """Detached sums for metrics."""
+    weights: Tensor
+    """float32 [A, B], what each slot weighs; 0 where it carries no loss. Their sum is `sums.weight`."""
     nll: Tensor
     """float32 [A, B] cross entropy; 0 where a slot carries no loss."""
     label_probability: Tensor
@@ -130,9 +138,16 @@ def block_loss(
     weights: Tensor,
     head: OutputHead,
     *,
+    teacher: BlockTeacher | None = None,
+    kl_weight: float = 0.0,
+    streak_aware: bool = False,
     slice_elements: int | None = None,
 ) -> LossOutput:
-    """Weighted cross entropy of blocks: hidden [A, B, H], labels int64 [A, B], weights float [A, B].
+    """Weighted loss of blocks: hidden [A, B, H], labels int64 [A, B], weights float [A, B].
+
+    A slot's loss is cross entropy, KL to the teacher, or a mixture: (1 - kl_weight) * CE + kl_weight * KL. With a
+    restricted head both distributions are those among its tokens. With `streak_aware` the weights are multiplied by
+    those of D-PACE (`streak_weights`), from the probabilities of the labels in this very pass.
 
     A slot with weight 0 is invalid: no loss, no logits, and it ends its block's accepted prefix.
     `slice_elements` limits the logits that exist at a time (default by device).
@@ -142,18 +157,22 @@ def block_loss(
     scored = valid & (head_rows >= 0)
     index = scored.flatten().nonzero().squeeze(1)  # [R]
     elements = slice_elements or _SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"])
-    row_weights = weights.flatten()[index].float()
-    loss, nll, best = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch has no types here
+    loss_of, nll, best = _SlicedLoss.apply(  # type: ignore[no-untyped-call]  # torch has no types here
         hidden.flatten(0, 1)[index],
         head.weight,
         head_rows.flatten()[index],
-        row_weights,
+        teacher.select(index) if teacher is not None and kl_weight > 0 else None,
+        kl_weight,
         max(1, elements // head.weight.shape[0]),
         torch.is_grad_enabled() and hidden.requires_grad,
+        _kernels(hidden.device),
     )
-    right = best == head_rows.flatten()[index]
-    full_nll = _scatter(nll, index, valid.shape)
-    correct = _scatter(right, index, valid.shape)
+    probability = _scatter(torch.exp(-nll), index, valid.shape)
+    correct = _scatter(best == head_rows.flatten()[index], index, valid.shape)
+    if streak_aware:
+        weights = weights * streak_weights(probability, valid)
+    row_weights = weights.flatten()[index].float()
+    loss = (loss_of * row_weights).sum()
     sums = BlockSums(
         loss=loss.detach().double(),
         weight=row_weights.sum(dtype=torch.float64),
@@ -163,8 +182,23 @@ def block_loss(
         correct_at=correct.sum(dim=0, dtype=torch.float64),
         valid_at=valid.sum(dim=0, dtype=torch.float64),
     )
-    probability = _scatter(torch.exp(-nll), index, valid.shape)
-    return LossOutput(loss=loss, sums=sums, nll=full_nll, label_probability=probability, correct=correct)
+    return LossOutput(
+        loss=loss,
+        sums=sums,
+        weights=_scatter(row_weights, index, valid.shape),
+        nll=_scatter(nll, index, valid.shape),
+        label_probability=probability,
+        correct=correct,
+    )
+
+
+def _kernels(device: torch.device) -> Kernels:
+    """Triton's on a GPU, else PyTorch's."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from train.loss_kernel import TRITON
+
+        return TRITON
+    return PLAIN
 
 
 def _scatter(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
@@ -174,8 +208,11 @@ def _scatter(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
     return full.view(shape)
 
 
-class _SlicedCrossEntropy(torch.autograd.Function):
-    """hidden [R, H], weight [V, H], labels [R], weights [R] -> sum of weight * nll, nll [R], arg-max [R]."""
+class _SlicedLoss(torch.autograd.Function):
+    """hidden [R, H], weight [V, H], labels [R], teacher of R rows -> loss [R], cross entropy [R], arg-max [R].
+
+    Only the loss has a gradient, and only with respect to `hidden`.
+    """
 
     @staticmethod
     def forward(
@@ -183,40 +220,41 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        weights: Tensor,
+        teacher: BlockTeacher | None,
+        kl_weight: float,
         rows_per_slice: int,
         needs_gradient: bool,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_rows = hidden.shape[0]
-        nll = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+        loss, nll = torch.empty(2, num_rows, dtype=torch.float32, device=hidden.device).unbind()
         best = torch.empty(num_rows, dtype=torch.int64, device=hidden.device)
         gradient = torch.empty_like(hidden) if needs_gradient else None
         with torch.autocast(hidden.device.type, enabled=False):
             for first in range(0, num_rows, rows_per_slice):
                 rows = slice(first, first + rows_per_slice)
-                logits = (hidden[rows].to(weight.dtype) @ weight.T).float()
-                nll[rows], best[rows], probabilities = _cross_entropy(logits, labels[rows])
-                if gradient is not None:
-                    # Softmax minus one-hot. The rows' weights are cheaper to apply after the product.
-                    probabilities[torch.arange(len(probabilities), device=hidden.device), labels[rows]] -= 1
-                    product = probabilities.to(weight.dtype) @ weight
-                    gradient[rows] = (product.float() * weights[rows, None]).to(gradient.dtype)
+                losses = row_losses(
+                    hidden[rows].to(weight.dtype) @ weight.T,
+                    labels[rows],
+                    teacher.of_slice(rows, weight) if teacher is not None else None,
+                    kl_weight,
+                    kernels=kernels,
+                    with_gradient=needs_gradient,
+                )
+                loss[rows], nll[rows], best[rows] = losses.loss, losses.nll, losses.best
+                if gradient is not None and losses.gradient is not None:
+                    gradient[rows] = (losses.gradient.to(weight.dtype) @ weight).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
+        ctx.rows_per_slice = rows_per_slice
         ctx.mark_non_differentiable(nll, best)
-        return (nll * weights).sum(), nll, best
+        return loss, nll, best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0].to(gradient.dtype)), None, None, None, None, None
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row: cross entropy, arg-max, and all probabilities (made in place of the logits)."""
-    label_logits = logits.gather(1, labels[:, None]).squeeze(1)
-    top, best = logits.max(dim=1)
-    exponentials = logits.sub_(top[:, None]).exp_()
-    total = exponentials.sum(dim=1)
-    nll = total.log() + top - label_logits
-    return nll, best, exponentials.div_(total[:, None])
+        scaled = torch.empty_like(gradient)
+        for first in range(0, len(gradient), ctx.rows_per_slice):  # a product in float32 of all rows would be large
+            rows = slice(first, first + ctx.rows_per_slice)
+            scaled[rows] = gradient[rows].float() * grads[0][rows, None]
+        return scaled, None, None, None, None, None, None, None

@@ -19,6 +19,7 @@ from cache_tools.packs import PackPlan
 from cache_tools.reader import Store
 from cache_tools.settings import flag_name, to_plain
 from train import checkpoint as checkpoints
+from train.batches import TeacherRows
 from train.checkpoint import Checkpoint
 from train.config import RESUMABLE_CHANGES, TrainConfig
 from train.devices import pick_device
@@ -27,10 +28,12 @@ from train.drafter_config import DrafterConfig
 from train.features import channel_rms
 from train.loader import Loader, pack_plan
 from train.objective import OutputHead
+from train.optimizers import Optimizers, WeightAverage
 from train.ranks import Ranks
 from train.run_files import write_text
 from train.selection import training_samples
-from train.target_parts import TargetParts, reserved_tokens
+from train.target_parts import FinalNorm, TargetParts, reserved_tokens
+from train.teacher import BlockTeacher, block_teacher, require_teacher
 from train.warm_start import copy_last_layers, read_deepest_tap, use_target_norm
 from train.warnings import warnings
 
@@ -52,7 +55,11 @@ class TrainingState:
     embedding: Tensor
     """[V, H], frozen."""
     head: OutputHead
-    optimizer: torch.optim.AdamW
+    final_norm: FinalNorm
+    """The target's, for a teacher that is its last hidden state."""
+    optimizer: Optimizers
+    average: WeightAverage | None
+    """Running average of the drafter's weights, if --ema-decay asks for one."""
     feature_scale: Tensor
     """[F*H]; context features are multiplied by it, and export folds it into `fc`."""
     noise_unit: Tensor
@@ -77,6 +84,11 @@ class TrainingState:
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of token ids [...] in the compute type."""
         return torch.nn.functional.embedding(tokens, self.embedding).to(self.compute_dtype)
+
+    def teacher(self, rows: TeacherRows | None, anchors: Tensor) -> BlockTeacher:
+        """The teacher of the blocks at `anchors` of a pack; a loader for a run with --kl-weight delivers its rows."""
+        assert rows is not None, "the pack has no teacher rows"
+        return block_teacher(rows, anchors, self.config.block_size, self.final_norm)
 
     def must_save(self) -> bool:
         """True before a step that a checkpoint is due for, and when all steps are done. Remembers that it was asked."""
@@ -116,6 +128,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
     device = ranks.device
     store = Store.open(config.store)
     store.require_complete()
+    require_teacher(config, store)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     newest = ranks.gather(checkpoints.latest(config.out))[0]
@@ -147,9 +160,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
     drafter.to(device)
     scale = scale.to(device)
     ranks.broadcast([*drafter.state_dict().values(), scale])
-    optimizer = _optimizer(config, drafter)
+    optimizer = Optimizers(config, drafter)
+    average = WeightAverage(drafter, config.ema_decay) if config.ema_decay > 0 else None
     if previous is not None:
         optimizer.load_state_dict(previous.optimizer)
+        if average is not None:
+            average.load_state_dict(previous.average)
     if ranks.is_first:
         _write_config(config, config_plain)
 
@@ -165,7 +181,9 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         drafter_plain=dataclasses.asdict(drafter_config),
         embedding=parts.embedding,
         head=_head(config, store, parts),
+        final_norm=parts.norm,
         optimizer=optimizer,
+        average=average,
         feature_scale=scale.to(dtype),
         noise_unit=unit.to(device),
         total_steps=total_steps,
@@ -289,16 +307,6 @@ def _head(config: TrainConfig, store: Store, parts: TargetParts) -> OutputHead:
         ids, mask = store.read_tokens(sample)
         seen[ids[mask]] = True
     return OutputHead.restricted(parts.lm_head, torch.from_numpy(np.flatnonzero(seen)).to(parts.lm_head.device))
-
-
-def _optimizer(config: TrainConfig, drafter: DFlashDrafter) -> torch.optim.AdamW:
-    matrices = [p for p in drafter.parameters() if p.ndim >= 2]
-    vectors = [p for p in drafter.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def _refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:

@@ -15,6 +15,24 @@ from cache_tools.reader import Store
 
 
 @dataclass(frozen=True)
+class FinalNorm:
+    """The target's RMSNorm between its last layer and its output head, computed in float32."""
+
+    weight: Tensor
+    """float32 [H], as stored."""
+    eps: float
+    adds_one: bool
+    """It multiplies by 1 + weight (Qwen3.5) instead of by weight."""
+
+    def __call__(self, last_hidden: Tensor) -> Tensor:
+        """Output of the target's last layer [..., H] -> input of its head, in the dtype of `last_hidden`."""
+        wide = last_hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        weight = self.weight + 1 if self.adds_one else self.weight
+        return (wide * scale * weight).to(last_hidden.dtype)
+
+
+@dataclass(frozen=True)
 class TargetParts:
     """Frozen weights of the target. V = vocabulary, H = hidden size."""
 
@@ -43,12 +61,10 @@ class TargetParts:
             norm_adds_one=attributes.norm_kind == "one_plus_weight",
         )
 
-    def norm(self, last_hidden: Tensor) -> Tensor:
-        """The target's final RMSNorm, computed in float32: output of its last layer [..., H] -> input of its head."""
-        wide = last_hidden.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm_eps)
-        weight = self.norm_weight + 1 if self.norm_adds_one else self.norm_weight
-        return (wide * scale * weight).to(last_hidden.dtype)
+    @property
+    def norm(self) -> FinalNorm:
+        """The final norm by itself: whoever keeps it does not keep the embedding and the head."""
+        return FinalNorm(self.norm_weight, self.norm_eps, self.norm_adds_one)
 
 
 def reserved_tokens(store: Store) -> dict[int, str]:

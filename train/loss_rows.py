@@ -1,0 +1,192 @@
+"""Cross entropy and KL divergence of a slice of rows, and their gradient, from the rows' logits.
+
+Letters: R = rows of the slice, V = tokens of the head, K = tokens that the teacher lists.
+
+With drafter q = softmax(z), label y, teacher p and w = `kl_weight`:
+
+    loss = (1 - w) * -log q_y  +  w * KL(p || q)
+    d loss / d z_v = q_v - (1 - w) [v = y] - w p_v
+
+A teacher that lists only its likeliest tokens S says p_v there and p_rest = 1 - sum of these for all others together.
+So these others are one class on both sides, q_rest = sum of q_v over v not in S:
+
+    KL = sum over S of p_v log(p_v / q_v)  +  p_rest log(p_rest / q_rest)
+    d KL / d z_v = q_v - p_v in S,  q_v - p_rest q_v / q_rest outside
+
+By the log-sum inequality this is at most the KL over all tokens, and equal to it when q is proportional to p outside S:
+nothing is made up about the tokens that were not stored. p_v need not be renormalised, and q_rest is summed over its
+tokens (not 1 minus the others, which cancels when the drafter is sure).
+
+Everything of size R x V happens in the two functions of `Kernels`. Those here, in PyTorch, are the specification;
+`train.loss_kernel` has the same two in Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class SliceTeacher:
+    """The teacher's distribution in each row: `logits`, or `ids` and `probabilities`."""
+
+    logits: Tensor | None = None
+    """[R, V], used up by `row_losses`."""
+    ids: Tensor | None = None
+    """int64 [R, K], each at most once in a row."""
+    probabilities: Tensor | None = None
+    """float32 [R, K]."""
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """Result of `row_losses`; the tensors [R] are float32, `best` int64."""
+
+    loss: Tensor
+    """(1 - kl_weight) * cross entropy + kl_weight * KL."""
+    nll: Tensor
+    """Cross entropy: minus the log-probability of the label."""
+    best: Tensor
+    """Arg-max of the logits."""
+    gradient: Tensor | None
+    """[R, V] d loss / d logits, in the memory of the logits."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Sums over the logits z of each row, and over the teacher's t if it has any; float32 [R], `best` int64."""
+
+    top: Tensor
+    """max z; the lowest float32 where every z is -inf."""
+    total: Tensor
+    """sum of exp(z - top)."""
+    best: Tensor
+    teacher_lse: Tensor | None = None
+    """log sum exp t."""
+    gap: Tensor | None = None
+    """sum of softmax(t) * (t - z)."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One way to compute what is of size R x V."""
+
+    statistics: Callable[[Tensor, Tensor | None], Statistics]
+    """(logits, teacher's logits) [R, V] -> sums; it may leave something else in the place of the logits."""
+    gradient_: Callable[[Tensor, Statistics, Tensor, Tensor, Tensor | None, float], None]
+    """(what is left of the logits, sums, scale [R], labels [R], teacher's logits, kl_weight): makes it
+    exp(z - top) * scale - (1 - kl_weight) [v = label] - kl_weight * softmax(teacher's logits)."""
+    float32_only: bool
+    """The logits must be float32."""
+
+
+def row_losses(
+    logits: Tensor,
+    labels: Tensor,
+    teacher: SliceTeacher | None,
+    kl_weight: float,
+    *,
+    kernels: Kernels,
+    with_gradient: bool,
+) -> RowLosses:
+    """Losses of rows: logits [R, V] (used up), labels int64 [R]; without a teacher `kl_weight` must be 0."""
+    assert teacher is not None or kl_weight == 0
+    if kernels.float32_only:
+        logits = logits.float()
+    full = teacher.logits if teacher is not None else None
+    label_logits = logits.gather(1, labels[:, None]).squeeze(1).float()
+    listed = _Listed.take(logits, teacher) if teacher is not None and teacher.ids is not None else None
+    sums = kernels.statistics(logits, full)
+    unlisted_lse = sums.top + sums.total.log()  # of all tokens when none is listed
+    if listed is None:
+        lse, best, scale = unlisted_lse, sums.best, sums.total.reciprocal()
+    else:
+        lse, best = torch.logaddexp(unlisted_lse, listed.logits.logsumexp(1)), listed.best(sums)
+        share = torch.where(sums.total > 0, listed.rest / sums.total, 0.0)
+        scale = (sums.top - lse).exp() - kl_weight * share
+    nll = lse - label_logits
+    loss = nll
+    if listed is not None:
+        loss = nll.lerp(listed.kl(lse, unlisted_lse), kl_weight)
+    elif sums.gap is not None and sums.teacher_lse is not None:
+        loss = nll.lerp(sums.gap - sums.teacher_lse + lse, kl_weight)
+    if with_gradient:
+        kernels.gradient_(logits, sums, scale, labels, full, kl_weight)
+        if listed is not None:
+            listed.put_gradient(logits, lse, labels, kl_weight)
+    return RowLosses(loss, nll, best, logits if with_gradient else None)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The teacher's listed tokens, taken out of the drafter's logits: what stays there are the others."""
+
+    ids: Tensor
+    """int64 [R, K]."""
+    probabilities: Tensor
+    """float32 [R, K], the teacher's."""
+    rest: Tensor
+    """float32 [R], the teacher's probability of all other tokens."""
+    logits: Tensor
+    """float32 [R, K], the drafter's."""
+
+    @classmethod
+    def take(cls, logits: Tensor, teacher: SliceTeacher) -> _Listed:
+        assert teacher.ids is not None and teacher.probabilities is not None
+        taken = logits.gather(1, teacher.ids).float()
+        logits.scatter_(1, teacher.ids, float("-inf"))
+        rest = (1 - teacher.probabilities.sum(dim=1)).clamp_min(0)
+        return cls(teacher.ids, teacher.probabilities, rest, taken)
+
+    def best(self, others: Statistics) -> Tensor:
+        """Arg-max over all tokens; of equal ones the first."""
+        top = self.logits.max(dim=1).values
+        own = self.ids.masked_fill(self.logits < top[:, None], torch.iinfo(torch.int64).max).min(dim=1).values
+        wins = (top > others.top) | ((top == others.top) & (own < others.best))
+        return torch.where(wins, own, others.best)
+
+    def kl(self, lse: Tensor, unlisted_lse: Tensor) -> Tensor:
+        """float32 [R]; a rest without tokens (all are listed) has no mass but what rounding left."""
+        p, rest = self.probabilities, self.rest
+        inside: Tensor = torch.special.xlogy(p, p) - p * (self.logits - lse[:, None])
+        outside: Tensor = torch.special.xlogy(rest, rest) - rest * (unlisted_lse - lse)
+        return inside.sum(dim=1) + torch.where((rest > 0) & unlisted_lse.isfinite(), outside, 0.0)
+
+    def put_gradient(self, gradient: Tensor, lse: Tensor, labels: Tensor, kl_weight: float) -> None:
+        """Writes d loss / d logits of the listed tokens to their places."""
+        own = (self.logits - lse[:, None]).exp() - kl_weight * self.probabilities
+        own -= (1 - kl_weight) * (self.ids == labels[:, None])
+        gradient.scatter_(1, self.ids, own.to(gradient.dtype))
+
+
+def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
+    """Sums over float32 logits [R, V], which become exp(z - top), and teacher's logits [R, V]."""
+    top, best = logits.max(dim=1)
+    top = top.clamp_min(_LOWEST)
+    lse = gap = None
+    if teacher is not None:
+        wide = teacher.float()
+        lse = wide.logsumexp(dim=1)
+        gap = ((wide - lse[:, None]).exp() * (wide - logits)).sum(dim=1)
+    total = logits.sub_(top[:, None]).exp_().sum(dim=1)
+    return Statistics(top, total, best, lse, gap)
+
+
+def _gradient_(
+    logits: Tensor, sums: Statistics, scale: Tensor, labels: Tensor, teacher: Tensor | None, kl_weight: float
+) -> None:
+    """See `Kernels`; the logits are exp(z - top) by now."""
+    logits.mul_(scale[:, None])
+    if teacher is not None:
+        assert sums.teacher_lse is not None
+        logits.sub_((teacher.float() - sums.teacher_lse[:, None]).exp_(), alpha=kl_weight)
+    logits[torch.arange(len(labels), device=labels.device), labels] -= 1 - kl_weight
+
+
+PLAIN = Kernels(_statistics, _gradient_, float32_only=True)
