@@ -256,7 +256,7 @@ class Store:
             path = self.path / "target" / name / kind / METADATA
             if path.exists():
                 metadata = self._target_json(path)
-                return ShardedArray(self.path, _target_spec(name, metadata, path)).read_all()
+                return ShardedArray(self.path, target_spec(name, metadata, path)).read_all()
         self._target_json(self.path / "target" / METADATA)
         raise StoreError(
             f"the store holds no weight {name!r} of the target",
@@ -358,7 +358,7 @@ def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]
     return {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
 
 
-def _target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
+def target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
     """The array that the metadata at `path` describes, which must be what `target_array` would write."""
     shape, dtype = metadata.get("shape"), metadata.get("data_type")
     sizes = [size for size in shape if isinstance(size, int) and size > 0] if isinstance(shape, list) else []
