@@ -25,6 +25,7 @@ from cache_tools.seals import (
     PLAN_SEAL,
     SCALES_SEAL,
     TARGET_SEAL,
+    bound_checksum,
     read_checked,
     read_manifest,
     seal_objects,
@@ -110,6 +111,12 @@ def verify(store_path: Path, progress: Progress | None = None) -> list[Finding]:
     return list(_Verification(Path(store_path).absolute(), progress).run())
 
 
+def verify_plan(store_path: Path, progress: Progress | None = None) -> list[Finding]:
+    """Like `verify`, for the manifest and what planning wrote: tokens, samples, metadata, the target's files."""
+    verification = _Verification(Path(store_path).absolute(), progress)
+    return [*verification.check_manifest(), *verification.check_seal(PLAN_SEAL)]
+
+
 def spot_check(store_path: Path, rate: float, *, seed: int = 0, progress: Progress | None = None) -> SpotCheck:
     """Like `verify`, but reads only a share `rate` of the chunks, 0 < rate <= 1, chosen by `seed`.
 
@@ -155,15 +162,19 @@ class _Verification:
 
     def run(self) -> Iterator[Finding]:
         """All findings, file by file."""
+        yield from self.check_manifest()
+        for seal in self._seals():
+            yield from self.check_seal(seal)
+        yield from self._check_unnamed()
+
+    def check_manifest(self) -> Iterator[Finding]:
+        """The manifest, without which nothing else can be located."""
         try:
             self._manifest = read_manifest(self._root)
             self._locator = Locator(self._root, self._manifest)
         except CorruptError as error:
             yield self._unreadable(METADATA, error)
         self._count_whole(METADATA)
-        for seal in self._seals():
-            yield from self._check_seal(seal)
-        yield from self._check_unnamed()
 
     def _seals(self) -> list[str]:
         names = os.listdir(self._root / "sealed") if (self._root / "sealed").is_dir() else []
@@ -173,7 +184,7 @@ class _Verification:
         once += [SCALES_SEAL] if "scales.json" in names or (has_scales and shards) else []
         return [PLAN_SEAL, *once, *map(shard_seal, shards)]
 
-    def _check_seal(self, path: str) -> Iterator[Finding]:
+    def check_seal(self, path: str) -> Iterator[Finding]:
         """The seal itself, then the objects it names."""
         self._named.add(path)
         self._count_whole(path)
@@ -200,6 +211,8 @@ class _Verification:
             return None
         if seal.get("plan") != self._manifest.plan_checksum():
             return "it belongs to another store, or to another plan"
+        if path != PLAN_SEAL and seal.get("bound") != bound_checksum(self._manifest):
+            return "it was computed from other weights, or by another engine"
         if shard is None:
             expected = {PLAN_SEAL: self._locator.plan_names, SCALES_SEAL: self._locator.scale_names}
             absent = sorted(expected.get(path, frozenset()) - set(objects))

@@ -76,11 +76,21 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def seal_content(manifest: Manifest, objects: Mapping[str, ObjectRecord], **more: Json) -> bytes:
-    """The bytes of a seal: the plan it belongs to, its objects, whatever else, and its own checksum."""
+    """The bytes of a seal: the plan it belongs to, its objects, whatever else, and its own checksum.
+
+    Once the store is bound to weights and an engine, a seal also says which.
+    """
+    if manifest.engine is not None:
+        more["bound"] = bound_checksum(manifest)
     records: dict[str, Json] = {
         path: {"bytes": record.num_bytes, "crc32c": record.crc32c} for path, record in objects.items()
     }
     return with_checksum({"plan": manifest.plan_checksum(), "objects": records, **more})
+
+
+def bound_checksum(manifest: Manifest) -> str:
+    """Ties seals of computed things to the weights and the engine they come from."""
+    return checksum(to_json(manifest.to_dict()))
 
 
 def seal_objects(seal: Mapping[str, Json], where: object) -> dict[str, ObjectRecord]:

@@ -103,7 +103,7 @@ def create_store(
         raise StoreError("there is something at the path of the new store", where=path, fix=fix)
     with writing(path):
         make_folders(path.parent)
-        _remove_abandoned(path)
+        remove_abandoned(path)
         building = temporary_path(path)
         with claimed_folder(building):
             try:
@@ -333,7 +333,7 @@ class _LayerStatistics:
         return {"rms": float(f"{rms:.6g}"), "abs_max": self._abs_max}
 
 
-def _remove_abandoned(path: Path) -> None:
+def remove_abandoned(path: Path) -> None:
     """Deletes what planners of the same store that died have left beside it. Raises StoreError if one is alive."""
     pattern = re.compile(rf"\.tmp-\d+-{re.escape(path.name)}")
     for entry in path.parent.iterdir():
