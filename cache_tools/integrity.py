@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from cache_tools.locating import Locator, SampleRun
 from cache_tools.manifest import Manifest
 from cache_tools.order import mix64_array
 from cache_tools.progress import Progress
+from cache_tools.reader import read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
     SCALES_SEAL,
@@ -28,6 +30,7 @@ from cache_tools.seals import (
     bound_checksum,
     read_checked,
     read_manifest,
+    scales_checksum,
     seal_objects,
     shard_number,
     shard_seal,
@@ -159,6 +162,7 @@ class _Verification:
         self._named = {METADATA}
         self._manifest: Manifest | None = None
         self._locator: Locator | None = None
+        self._scales: str | None = None  # checksum of the channel scales; None where there are none, or damaged ones
 
     def run(self) -> Iterator[Finding]:
         """All findings, file by file."""
@@ -172,6 +176,9 @@ class _Verification:
         try:
             self._manifest = read_manifest(self._root)
             self._locator = Locator(self._root, self._manifest)
+            if self._locator.scale_names:
+                with suppress(StoreError):
+                    self._scales = scales_checksum(read_scales(self._root, self._manifest))
         except CorruptError as error:
             yield self._unreadable(METADATA, error)
         self._count_whole(METADATA)
@@ -219,6 +226,8 @@ class _Verification:
             return f"it does not name {absent[0]}" if absent else None
         if shard >= self._manifest.layout.num_shards or seal.get("shard") != shard:
             return f"it is the seal of shard {seal.get('shard')}, of {self._manifest.layout.num_shards}"
+        if self._scales is not None and seal.get("scales") != self._scales:
+            return "its hidden states were quantised with other channel scales"
         differing = self._locator.shard_names(shard, has_rejected=bool(seal.get("rejected"))) ^ set(objects)
         return f"it should name another set of files: {min(differing)}" if differing else None
 

@@ -93,6 +93,7 @@ class Store:
         self.manifest = manifest
         self.sealed = frozenset(_sealed_shards(path, manifest.layout.num_shards))
         self.has_target = (path / TARGET_SEAL).exists()
+        self.has_scales = not scale_arrays(manifest) or (path / SCALES_SEAL).exists()
         self.rejections = {item.sample: item for item in _rejections(path, self.sealed)}
         self.samples = SampleTable(path, manifest)
         self._ids, self._mask = (ShardedArray(path, array) for array in token_arrays(manifest))
@@ -142,8 +143,8 @@ class Store:
 
     @property
     def complete(self) -> bool:
-        """Every shard and the target's weights are there."""
-        return len(self.sealed) == self.num_shards and self.has_target
+        """Every shard, the target's weights and the scales of quantised states are there."""
+        return len(self.sealed) == self.num_shards and self.has_target and self.has_scales
 
     def require_complete(self) -> None:
         """Raises StoreError when something was not computed yet."""
@@ -152,7 +153,8 @@ class Store:
                 "the store is not complete",
                 where=self.path,
                 got=f"{len(self.sealed)} of {self.num_shards} shards, target's weights "
-                + ("written" if self.has_target else "missing"),
+                + ("written" if self.has_target else "missing")
+                + ("" if self.has_scales else ", channel scales missing"),
                 fix="run the `dflash-precompute run` command that made it again; it computes what is missing",
             )
 

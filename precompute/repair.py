@@ -12,12 +12,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache_tools.arrays import scale_arrays
 from cache_tools.errors import StoreError
 from cache_tools.files import sync_folder, writing
 from cache_tools.integrity import Finding, num_bytes_to_verify, verify
 from cache_tools.locking import acquire_lock
+from cache_tools.manifest import Manifest
 from cache_tools.progress import progress_bar
-from cache_tools.seals import PLAN_SEAL, TARGET_SEAL, read_checked, read_manifest, seal_objects, shard_seal
+from cache_tools.seals import (
+    PLAN_SEAL,
+    SCALES_SEAL,
+    TARGET_SEAL,
+    read_checked,
+    read_manifest,
+    seal_objects,
+    shard_seal,
+)
 from cache_tools.shards import ObjectRecord
 from precompute.config import PrecomputeConfig
 from precompute.locking import store_lock
@@ -72,7 +82,7 @@ def repair(config: PrecomputeConfig) -> RepairSummary:
             findings = [item for item in findings if item.kind != "foreign"]
             shards = sorted({item.shard for item in findings if item.shard is not None})
             before = {shard: _records(path, shard) for shard in shards}
-            target = _take_out(path, findings)
+            target = _take_out(path, manifest, findings)
             done = fill(config, path, lock)
     return RepairSummary(
         damaged=sorted({item.object for item in findings}.union(restored)),
@@ -106,13 +116,16 @@ def _records(path: Path, shard: int) -> dict[str, ObjectRecord] | None:
         return None
 
 
-def _take_out(path: Path, findings: list[Finding]) -> bool:
+def _take_out(path: Path, manifest: Manifest, findings: list[Finding]) -> bool:
     """Removes the seals of all that is damaged, and half-written files; True if the target's weights are damaged."""
     seals = {item.object for item in findings if item.object.startswith("sealed/") and item.kind != "temporary"}
     seals |= {shard_seal(item.shard) for item in findings if item.shard is not None}
     target = TARGET_SEAL in seals or any(item.object.startswith("target/") for item in findings)
     if target:
         seals.add(TARGET_SEAL)
+    scales = {array.object_path(0) for array in scale_arrays(manifest).values()}
+    if any(item.object in scales for item in findings):
+        seals.add(SCALES_SEAL)
     with writing(path):
         for name in sorted(seals):
             (path / name).unlink(missing_ok=True)

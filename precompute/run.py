@@ -171,8 +171,8 @@ def workers_and_devices(config: PrecomputeConfig) -> tuple[int, list[str]]:
 
 
 def _jobs(config: PrecomputeConfig, store: Store, missing: list[int], workers: int, devices: list[str]) -> list[Job]:
-    """Missing shards dealt out in turn; workers without any are left out, unless the target must be stored."""
-    count = min(workers, max(len(missing), 0 if store.has_target else 1))
+    """Missing shards dealt out in turn; workers without any are left out, unless weights or scales must be stored."""
+    count = min(workers, max(len(missing), 0 if store.has_target and store.has_scales else 1))
     return [
         Job(
             store=store.path,

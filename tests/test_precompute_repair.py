@@ -61,13 +61,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     rows = [*chats(10), {"messages": "none"}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
-        patch.setattr("precompute.sink.find_bad_layer", RejectsThird())
+        patch.setattr("precompute.sink.find_bad_layer", RejectsSome())
         config = make_precompute_config(target, write_jsonl(folder / "rows.jsonl", rows), folder / "store")
         run(dataclasses.replace(config, on_bad="skip"))
     return Case(dataclasses.replace(config, on_bad="skip"), directory_bytes(folder / "store"))
 
 
-class RejectsThird:
+class RejectsSome:
     """Calls the samples unusable whose states have as many rows as the first that it sees."""
 
     def __init__(self) -> None:
@@ -78,13 +78,27 @@ class RejectsThird:
         return "all zero" if len(hidden) == self.rows else None
 
 
+def set_conditions(patch: pytest.MonkeyPatch, case: Case) -> None:
+    """Shards as small and samples as unusable as when the store was made."""
+    patch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
+    rejects = RejectsSome()
+    rejects.rows = int(Store.open(case.store).samples.length[0])
+    patch.setattr("precompute.sink.find_bad_layer", rejects)
+
+
+@pytest.fixture(scope="module")
+def quantised(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The same in a quantised codec and with a teacher."""
+    config = dataclasses.replace(case.config, codec="int4", teacher="topk:3", store=tmp_path_factory.mktemp("q") / "s")
+    with pytest.MonkeyPatch.context() as patch:
+        set_conditions(patch, case)
+        run(config)
+    return Case(config, directory_bytes(config.store or Path()))
+
+
 @pytest.fixture(autouse=True)
 def same_conditions(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Shards as small and samples as unusable as when the store was made."""
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
-    rejects = RejectsThird()
-    rejects.rows = int(Store.open(case.store).samples.length[0])
-    monkeypatch.setattr("precompute.sink.find_bad_layer", rejects)
+    set_conditions(monkeypatch, case)
 
 
 def damage(file: Path, how: str, chance: random.Random) -> None:
@@ -147,6 +161,52 @@ def test_one_damaged_file_of_any_kind_gets_its_bytes_back(name: str, how: str, c
     is_hidden = name.startswith(("hidden/2", "rejected", "sealed/1"))
     assert summary.run.computed_shards == len(summary.shards) == int(is_hidden)
     assert summary.target == ((name.startswith("target/") and "/files/" not in name) or name == "sealed/target.json")
+
+
+@pytest.mark.parametrize("how", ["flip", "delete"])
+@pytest.mark.parametrize(
+    ("name", "num_shards"),
+    [
+        ("hidden/0/codes/c/1/0", 1),
+        ("hidden/2/group_scale/c/0/0", 1),
+        ("hidden/2/token_scale/c/0", 1),
+        ("hidden/0/first/c/2/0", 1),
+        ("hidden/0/first/zarr.json", 0),
+        ("hidden/2/channel_scale/c/0", 0),
+        ("hidden/2/channel_scale/zarr.json", 0),
+        ("sealed/scales.json", 0),
+        ("last/topk_ids/c/1/0", 1),
+        ("last/topk_logprobs/c/1/0", 1),
+    ],
+)
+def test_files_of_quantised_states_and_of_the_teacher_get_their_bytes_back(
+    name: str, num_shards: int, how: str, quantised: Case, tmp_path: Path
+) -> None:
+    config = quantised.copy(tmp_path)
+    damage(tmp_path / "store" / name, how, random.Random(name))
+    findings = verify(tmp_path / "store")
+    assert {item.object for item in findings if item.kind in ("corrupt", "missing")} == {name}
+    summary = repair(config)
+    assert directory_bytes(tmp_path / "store") == quantised.content
+    assert len(summary.shards) == num_shards
+    assert summary.run.complete
+
+
+def test_channel_scales_that_come_out_differently_are_refused_and_never_mixed_in(
+    case: Case, quantised: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quantised.copy(tmp_path)
+    monkeypatch.setattr("precompute.calibration._NUM_SAMPLES", 2)
+    damage(tmp_path / "store/hidden/0/channel_scale/c/0", "flip", random.Random(0))
+    damage(tmp_path / "store/hidden/0/codes/c/1/0", "flip", random.Random(0))
+    with pytest.raises(StoreError, match="channel scales come out other than those"):
+        repair(config)
+    with pytest.raises(StoreError, match=r"not complete(.|\n)*channel scales missing"):
+        Store.open(tmp_path / "store").require_complete()
+    monkeypatch.undo()
+    set_conditions(monkeypatch, case)
+    repair(config)
+    assert directory_bytes(tmp_path / "store") == quantised.content
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
@@ -245,6 +305,7 @@ def test_a_tokenizer_that_gives_other_tokens_now_is_refused(
         for result in results:
             if isinstance(result, tokenizing.Tokens):
                 result.input_ids[1] += 1
+                print("CHANGED", result.input_ids[:3])
         return results
 
     monkeypatch.setattr(tokenizing.RowTokenizer, "tokenize", changed)
@@ -282,9 +343,9 @@ KILLED_REPAIR = """
 import os, signal, sys
 sys.path[:0] = [{repository!r}, {tests!r}]
 import precompute.planning, precompute.sink
-from test_precompute_repair import RejectsThird
+from test_precompute_repair import RejectsSome
 precompute.planning._MB = {small}
-precompute.sink.find_bad_layer = rejects = RejectsThird()
+precompute.sink.find_bad_layer = rejects = RejectsSome()
 rejects.rows = {rows}
 left = {steps}
 def dying(real):
