@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,27 +14,33 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_tools.arrays import METADATA
+from cache_tools.arrays import METADATA, ArraySpec
+from cache_tools.codecs import ChunkError
 from cache_tools.errors import CorruptError, StoreError
 from cache_tools.files import TEMPORARY_NAME, Json, file_size, reading
 from cache_tools.locating import Locator, SampleRun
 from cache_tools.manifest import Manifest
+from cache_tools.order import mix64_array
 from cache_tools.progress import Progress
+from cache_tools.reader import read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
     SCALES_SEAL,
     TARGET_SEAL,
+    bound_checksum,
     read_checked,
     read_manifest,
+    scales_checksum,
     seal_objects,
     shard_number,
     shard_seal,
 )
-from cache_tools.shards import ObjectRecord
+from cache_tools.shards import ObjectRecord, damaged_chunks
 
 Kind = Literal["missing", "truncated", "corrupt", "wrong seal", "unsealed", "temporary", "foreign"]
 
 _READ_BYTES = 4 * 2**20
+_CHOICE_KEY = 0x73706F74  # separates the choice of chunks from every other use of the same seed
 _BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAGNITUDE = np.uint16(0x7FFF)
 
@@ -81,6 +89,20 @@ def find_bad_layer(hidden: NDArray[np.uint16]) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class SpotCheck:
+    """What was found without reading everything."""
+
+    findings: list[Finding]
+    bytes_read: int
+    bytes_total: int
+
+    @property
+    def share(self) -> float:
+        """Bytes read over all bytes."""
+        return self.bytes_read / max(self.bytes_total, 1)
+
+
 def verify(store_path: Path, progress: Progress | None = None) -> list[Finding]:
     """Checks every file of a store against its seal; an empty list means that nothing is wrong.
 
@@ -92,31 +114,74 @@ def verify(store_path: Path, progress: Progress | None = None) -> list[Finding]:
     return list(_Verification(Path(store_path).absolute(), progress).run())
 
 
+def verify_plan(store_path: Path, progress: Progress | None = None) -> list[Finding]:
+    """Like `verify`, for the manifest and what planning wrote: tokens, samples, metadata, the target's files."""
+    verification = _Verification(Path(store_path).absolute(), progress)
+    return [*verification.check_manifest(), *verification.check_seal(PLAN_SEAL)]
+
+
+def spot_check(store_path: Path, rate: float, *, seed: int = 0, progress: Progress | None = None) -> SpotCheck:
+    """Like `verify`, but reads only a share `rate` of the chunks, 0 < rate <= 1, chosen by `seed`.
+
+    Everything else is checked all the same: that each file is there and has its size, all seals, all indexes of
+    shards, and every file that has no chunks. Equal seeds choose equal chunks of equal stores.
+    """
+    total = num_bytes_to_verify(store_path)
+    verification = _Verification(Path(store_path).absolute(), progress, _Choice(rate, seed))
+    findings = list(verification.run())
+    return SpotCheck(findings, verification.bytes_read, total)
+
+
 def num_bytes_to_verify(store_path: Path) -> int:
-    """What the progress of `verify` will count to."""
+    """What the progress of `verify` or `spot_check` will count to."""
     return sum(file_size(path) for path, _ in _walk(Path(store_path)))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A keyed choice of chunks."""
+
+    rate: float
+    seed: int
+
+    def chunks(self, name: str, num_chunks: int) -> NDArray[np.bool_]:
+        """[num_chunks] the chosen ones of a file."""
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        hashes = mix64_array(_CHOICE_KEY, self.seed, key, np.arange(num_chunks))
+        return (hashes >> np.uint64(11)) * 2.0**-53 < self.rate
 
 
 class _Verification:
     """One pass over a store. Remembers what the seals name: everything else is foreign."""
 
-    def __init__(self, root: Path, progress: Progress | None) -> None:
+    def __init__(self, root: Path, progress: Progress | None, choice: _Choice | None = None) -> None:
+        self.bytes_read = 0
         self._root = root
         self._progress = progress
+        self._choice = choice
         self._named = {METADATA}
         self._manifest: Manifest | None = None
         self._locator: Locator | None = None
+        self._scales: str | None = None  # checksum of the channel scales; None where there are none, or damaged ones
 
     def run(self) -> Iterator[Finding]:
         """All findings, file by file."""
+        yield from self.check_manifest()
+        for seal in self._seals():
+            yield from self.check_seal(seal)
+        yield from self._check_unnamed()
+
+    def check_manifest(self) -> Iterator[Finding]:
+        """The manifest, without which nothing else can be located."""
         try:
             self._manifest = read_manifest(self._root)
             self._locator = Locator(self._root, self._manifest)
+            if self._locator.scale_names:
+                with suppress(StoreError):
+                    self._scales = scales_checksum(read_scales(self._root, self._manifest))
         except CorruptError as error:
             yield self._unreadable(METADATA, error)
-        for seal in self._seals():
-            yield from self._check_seal(seal)
-        yield from self._check_unnamed()
+        self._count_whole(METADATA)
 
     def _seals(self) -> list[str]:
         names = os.listdir(self._root / "sealed") if (self._root / "sealed").is_dir() else []
@@ -126,9 +191,10 @@ class _Verification:
         once += [SCALES_SEAL] if "scales.json" in names or (has_scales and shards) else []
         return [PLAN_SEAL, *once, *map(shard_seal, shards)]
 
-    def _check_seal(self, path: str) -> Iterator[Finding]:
+    def check_seal(self, path: str) -> Iterator[Finding]:
         """The seal itself, then the objects it names."""
         self._named.add(path)
+        self._count_whole(path)
         shard = shard_number(path.removeprefix("sealed/"))
         samples = None if shard is None or self._locator is None else self._locator.samples_of_shard(shard)
         try:
@@ -152,12 +218,16 @@ class _Verification:
             return None
         if seal.get("plan") != self._manifest.plan_checksum():
             return "it belongs to another store, or to another plan"
+        if path != PLAN_SEAL and seal.get("bound") != bound_checksum(self._manifest):
+            return "it was computed from other weights, or by another engine"
         if shard is None:
             expected = {PLAN_SEAL: self._locator.plan_names, SCALES_SEAL: self._locator.scale_names}
             absent = sorted(expected.get(path, frozenset()) - set(objects))
             return f"it does not name {absent[0]}" if absent else None
         if shard >= self._manifest.layout.num_shards or seal.get("shard") != shard:
             return f"it is the seal of shard {seal.get('shard')}, of {self._manifest.layout.num_shards}"
+        if self._scales is not None and seal.get("scales") != self._scales:
+            return "its hidden states were quantised with other channel scales"
         differing = self._locator.shard_names(shard, has_rejected=bool(seal.get("rejected"))) ^ set(objects)
         return f"it should name another set of files: {min(differing)}" if differing else None
 
@@ -170,6 +240,10 @@ class _Verification:
             samples = None if self._locator is None else self._locator.samples_of_object(name)
             yield Finding("missing", name, "the file is missing", shard, samples)
             return
+        held = None if self._locator is None or self._choice is None else self._locator.array_of(name)
+        if held is not None and path.stat().st_size == record.num_bytes:
+            yield from self._check_some_chunks(name, held[0], shard)
+            return
         num_bytes, crc = self._read(path)
         if (num_bytes, crc) == (record.num_bytes, record.crc32c):
             return
@@ -180,6 +254,22 @@ class _Verification:
         for samples in runs:
             yield Finding(kind, name, detail, shard, samples)
 
+    def _check_some_chunks(self, name: str, array: ArraySpec, shard: int | None) -> Iterator[Finding]:
+        """Looks at the chosen chunks of a file whose size is right."""
+        assert self._choice is not None and self._locator is not None
+        path = self._root / name
+        try:
+            with reading(path), open(path, "rb") as file:
+                chosen = self._choice.chunks(name, array.num_chunks)
+                damaged, num_read = damaged_chunks(file.fileno(), array, chosen)
+            self._count(num_read, path.stat().st_size)
+            if damaged:
+                detail = f"{len(damaged)} of {int(chosen.sum())} chunks that were read do not match their checksums"
+                for samples in self._locator.samples_of_chunks(name, damaged):
+                    yield Finding("corrupt", name, detail, shard, samples)
+        except ChunkError as error:
+            yield Finding("corrupt", name, str(error), shard, self._locator.samples_of_object(name))
+
     def _read(self, path: Path) -> tuple[int, str]:
         """Size and checksum of a file."""
         crc = num_bytes = 0
@@ -187,9 +277,17 @@ class _Verification:
             while block := file.read(_READ_BYTES):
                 crc = int(google_crc32c.extend(crc, block))
                 num_bytes += len(block)
-                if self._progress is not None:
-                    self._progress.update(len(block))
+                self._count(len(block), len(block))
         return num_bytes, f"{crc:08x}"
+
+    def _count_whole(self, name: str) -> None:
+        num_bytes = file_size(self._root / name)
+        self._count(num_bytes, num_bytes)
+
+    def _count(self, num_read: int, num_checked: int) -> None:
+        self.bytes_read += num_read
+        if self._progress is not None:
+            self._progress.update(num_checked)
 
     def _check_unnamed(self) -> Iterator[Finding]:
         """Files that no seal names."""

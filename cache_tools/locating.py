@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import numpy as np
 from cache_tools.arrays import METADATA, ArraySpec, parent_groups, plan_arrays, scale_arrays, shard_arrays
 from cache_tools.codecs import ChunkError
 from cache_tools.errors import StoreError
-from cache_tools.files import reading
+from cache_tools.files import parse_json, reading
 from cache_tools.manifest import Manifest
-from cache_tools.reader import SampleTable
+from cache_tools.reader import SampleTable, target_spec
 from cache_tools.seals import rejected_list, shard_number
 from cache_tools.shards import damaged_chunks
 
@@ -45,7 +46,7 @@ class Locator:
     def array_of(self, name: str) -> tuple[ArraySpec, int] | None:
         """The array and its shard that a file holds; None for files that hold something else."""
         match = _OBJECT.fullmatch(name)
-        array = self._arrays.get(match["array"]) if match else None
+        array = (self._arrays | self._target_arrays).get(match["array"]) if match else None
         if match is None or array is None:
             return None
         shard = int(match["shard"])
@@ -56,10 +57,20 @@ class Locator:
         held = self.array_of(name)
         if held is not None and held[0].path in self._scales:
             return None
-        if held is not None and not held[0].path.startswith("samples/"):
+        if held is not None and not held[0].path.startswith(("samples/", "target/")):
             return held[1]
         shard = shard_number(name.removeprefix("rejected/"))
         return shard if shard is not None and shard < self._manifest.layout.num_shards else None
+
+    @cached_property
+    def _target_arrays(self) -> dict[str, ArraySpec]:
+        """The target's weights as far as their metadata can be read."""
+        arrays = {}
+        for path in self._root.glob(f"target/*/*/{METADATA}"):
+            with suppress(StoreError), reading(path):
+                array = target_spec(path.parts[-3], parse_json(path.read_bytes(), path), path)
+                arrays[array.path] = array
+        return arrays
 
     @cached_property
     def plan_names(self) -> frozenset[str]:
@@ -108,16 +119,20 @@ class Locator:
         held = self.array_of(name)
         if held is None:
             return [self.samples_of_object(name)]
-        array, shard = held
+        array, _ = held
         path = self._root / name
-        with reading(path):
-            descriptor = os.open(path, os.O_RDONLY)
         try:
-            chunks = damaged_chunks(descriptor, array)
+            with reading(path), open(path, "rb") as file:
+                chunks, _ = damaged_chunks(file.fileno(), array)
         except ChunkError:
             return [self.samples_of_object(name)]
-        finally:
-            os.close(descriptor)
+        return self.samples_of_chunks(name, chunks)
+
+    def samples_of_chunks(self, name: str, chunks: Sequence[int]) -> list[SampleRun | None]:
+        """Runs of samples that need some of these chunks, ascending numbers, of a file that holds an array."""
+        held = self.array_of(name)
+        assert held is not None, name
+        array, shard = held
         runs: list[SampleRun | None] = []
         for chunk in chunks:
             row = shard * array.shard_rows + chunk * array.chunk_rows
@@ -130,10 +145,10 @@ class Locator:
         return runs or [None]
 
     def _samples_of_array(self, array: ArraySpec, first: int, end: int) -> SampleRun | None:
+        if array.path.startswith("target/") or array.path in self._scales:
+            return None
         if array.path.startswith("samples/"):
             return first, min(end, self._manifest.layout.num_samples) - 1
-        if array.path in self._scales:
-            return None
         if array.path.endswith("/first"):  # one row per sample
             of_shard = self.samples_of_shard(first // array.shard_rows)
             return of_shard and (of_shard[0] + first % array.shard_rows, of_shard[0] + (end - 1) % array.shard_rows)

@@ -93,6 +93,7 @@ class Store:
         self.manifest = manifest
         self.sealed = frozenset(_sealed_shards(path, manifest.layout.num_shards))
         self.has_target = (path / TARGET_SEAL).exists()
+        self.has_scales = not scale_arrays(manifest) or (path / SCALES_SEAL).exists()
         self.rejections = {item.sample: item for item in _rejections(path, self.sealed)}
         self.samples = SampleTable(path, manifest)
         self._ids, self._mask = (ShardedArray(path, array) for array in token_arrays(manifest))
@@ -142,8 +143,8 @@ class Store:
 
     @property
     def complete(self) -> bool:
-        """Every shard and the target's weights are there."""
-        return len(self.sealed) == self.num_shards and self.has_target
+        """Every shard, the target's weights and the scales of quantised states are there."""
+        return len(self.sealed) == self.num_shards and self.has_target and self.has_scales
 
     def require_complete(self) -> None:
         """Raises StoreError when something was not computed yet."""
@@ -152,7 +153,8 @@ class Store:
                 "the store is not complete",
                 where=self.path,
                 got=f"{len(self.sealed)} of {self.num_shards} shards, target's weights "
-                + ("written" if self.has_target else "missing"),
+                + ("written" if self.has_target else "missing")
+                + ("" if self.has_scales else ", channel scales missing"),
                 fix="run the `dflash-precompute run` command that made it again; it computes what is missing",
             )
 
@@ -256,7 +258,7 @@ class Store:
             path = self.path / "target" / name / kind / METADATA
             if path.exists():
                 metadata = self._target_json(path)
-                return ShardedArray(self.path, _target_spec(name, metadata, path)).read_all()
+                return ShardedArray(self.path, target_spec(name, metadata, path)).read_all()
         self._target_json(self.path / "target" / METADATA)
         raise StoreError(
             f"the store holds no weight {name!r} of the target",
@@ -358,7 +360,7 @@ def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]
     return {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
 
 
-def _target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
+def target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
     """The array that the metadata at `path` describes, which must be what `target_array` would write."""
     shape, dtype = metadata.get("shape"), metadata.get("data_type")
     sizes = [size for size in shape if isinstance(size, int) and size > 0] if isinstance(shape, list) else []

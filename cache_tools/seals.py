@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache_tools.arrays import METADATA, group_metadata
 from cache_tools.errors import CorruptError, StoreError
 from cache_tools.files import RUN_VERIFY, Json, checksum, parse_json, reading, to_json
@@ -76,11 +79,26 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def seal_content(manifest: Manifest, objects: Mapping[str, ObjectRecord], **more: Json) -> bytes:
-    """The bytes of a seal: the plan it belongs to, its objects, whatever else, and its own checksum."""
+    """The bytes of a seal: the plan it belongs to, its objects, whatever else, and its own checksum.
+
+    Once the store is bound to weights and an engine, a seal also says which.
+    """
+    if manifest.engine is not None:
+        more["bound"] = bound_checksum(manifest)
     records: dict[str, Json] = {
         path: {"bytes": record.num_bytes, "crc32c": record.crc32c} for path, record in objects.items()
     }
     return with_checksum({"plan": manifest.plan_checksum(), "objects": records, **more})
+
+
+def bound_checksum(manifest: Manifest) -> str:
+    """Ties seals of computed things to the weights and the engine they come from."""
+    return checksum(to_json(manifest.to_dict()))
+
+
+def scales_checksum(scales: Mapping[int, NDArray[np.float32]]) -> str:
+    """Ties seals of quantised shards to the channel scales, float32 [hidden_size] by layer id, they were made with."""
+    return checksum(b"".join(np.ascontiguousarray(scales[i], dtype="<f4").tobytes() for i in sorted(scales)))
 
 
 def seal_objects(seal: Mapping[str, Json], where: object) -> dict[str, ObjectRecord]:

@@ -216,22 +216,25 @@ def read_index(descriptor: int, array: ArraySpec) -> NDArray[np.uint64]:
     return index
 
 
-def damaged_chunks(descriptor: int, array: ArraySpec) -> list[int]:
-    """Numbers of the chunks of an open shard that do not match their checksum.
+def damaged_chunks(descriptor: int, array: ArraySpec, chosen: NDArray[np.bool_] | None = None) -> tuple[list[int], int]:
+    """Numbers of the chunks of an open shard that do not match their checksum, and the bytes read to find out.
 
-    Raises ChunkError when the index is damaged, so that nothing can be said of any chunk.
+    `chosen` [num_chunks]: those to look at; all by default. Raises ChunkError when the index is damaged, so that
+    nothing can be said of any chunk.
     """
     damaged = []
+    num_read = array.num_chunks * _INDEX_ENTRY_BYTES + CRC_BYTES
     for chunk, (offset, num_bytes) in enumerate(read_index(descriptor, array).tolist()):
-        if offset == int(_MISSING):
+        if offset == int(_MISSING) or (chosen is not None and not chosen[chunk]):
             continue
+        num_read += num_bytes
         encoded = np.empty(num_bytes, dtype=np.uint8)
         read_exactly(descriptor, offset, encoded)
         try:
             checked_content(encoded)
         except ChunkError:
             damaged.append(chunk)
-    return damaged
+    return damaged, num_read
 
 
 def read_exactly(descriptor: int, offset: int, buffer: NDArray[np.uint8]) -> None:

@@ -5,10 +5,11 @@ Everything is prepared under a temporary name and renamed when it is on disk; a 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,10 +55,13 @@ from cache_tools.seals import (
     SCALES_SEAL,
     TARGET_SEAL,
     Rejection,
+    read_checked,
     read_manifest,
     rejected_list,
     root_metadata,
+    scales_checksum,
     seal_content,
+    shard_number,
     shard_seal,
     with_checksum,
 )
@@ -103,7 +107,7 @@ def create_store(
         raise StoreError("there is something at the path of the new store", where=path, fix=fix)
     with writing(path):
         make_folders(path.parent)
-        _remove_abandoned(path)
+        remove_abandoned(path)
         building = temporary_path(path)
         with claimed_folder(building):
             try:
@@ -170,18 +174,38 @@ def write_target(path: Path, arrays: Mapping[str, NDArray[Any]], attributes: Tar
 
 def write_scales(path: Path, scales: Mapping[int, NDArray[np.float32]]) -> None:
     """Stores and seals the channel scales, float32 [hidden_size] by layer id, of a quantised store; a second time
-    changes nothing, nor does it for lossless codecs. One process at a time, before the first shard. Raises StoreError.
+    changes nothing, nor does it for lossless codecs. One process at a time, before the first shard. Raises StoreError,
+    also when some shard was quantised with other scales (then theirs got lost, and these cannot replace them).
     """
     manifest = read_manifest(path)
     arrays = scale_arrays(manifest)
     assert set(scales) == set(arrays), f"layers {sorted(scales)}"
     if not arrays or (path / SCALES_SEAL).exists():
         return
+    used = _scales_of_shards(path)
+    if used - {scales_checksum(scales)}:
+        raise StoreError(
+            "the channel scales come out other than those that the store's shards were quantised with",
+            where=path,
+            got=f"checksum {scales_checksum(scales)}",
+            expected=", ".join(sorted(used)),
+            fix="calibrate with the device and packages that made the store, or make a new one",
+        )
     with writing(path):
         objects: dict[str, ObjectRecord] = {}
         for layer_id, array in arrays.items():
             objects |= _write_array(path, array, scales[layer_id])
         write_file(path / SCALES_SEAL, seal_content(manifest, objects))
+
+
+def _scales_of_shards(path: Path) -> set[str]:
+    """Checksums of the channel scales that the intact seals of shards name."""
+    used = set()
+    for name in os.listdir(path / "sealed"):
+        if shard_number(name) is not None:
+            with suppress(StoreError):  # a damaged seal, which `verify` reports
+                used.add(str(read_checked(path / "sealed" / name).get("scales")))
+    return used
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
@@ -283,9 +307,11 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             if rejected:
                 content = with_checksum({"rejected": rejected})
                 objects |= _write_object(self._path, rejected_list(self._shard), content)
+            more: dict[str, Json] = {"scales": scales_checksum(self._scales)} if self._scales else {}
             seal = seal_content(
                 self._manifest,
                 objects,
+                **more,
                 shard=self._shard,
                 samples=[self._samples.start, self._samples.stop],
                 tokens=self._num_tokens,
@@ -333,7 +359,7 @@ class _LayerStatistics:
         return {"rms": float(f"{rms:.6g}"), "abs_max": self._abs_max}
 
 
-def _remove_abandoned(path: Path) -> None:
+def remove_abandoned(path: Path) -> None:
     """Deletes what planners of the same store that died have left beside it. Raises StoreError if one is alive."""
     pattern = re.compile(rf"\.tmp-\d+-{re.escape(path.name)}")
     for entry in path.parent.iterdir():

@@ -16,7 +16,7 @@ Every setting is a flag, and a key of the YAML file given with `--config` (`batc
 wins over the file, the file over the default. An unknown key is an error. This page is made by `docs/generate.py`.
 """
 COMMANDS = (
-    ("dflash-precompute plan | run", PrecomputeConfig),
+    ("dflash-precompute plan | run | repair", PrecomputeConfig),
     ("dflash-train run", TrainConfig),
     ("dflash-train eval", EvalConfig),
 )

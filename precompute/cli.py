@@ -52,6 +52,20 @@ def run(config: PrecomputeConfig, as_json: bool) -> None:
     click.echo(json.dumps(summary, indent=2) if as_json else _run_text(summary))
 
 
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@config_options(PrecomputeConfig)
+def repair(config: PrecomputeConfig, as_json: bool) -> None:
+    """Check the store and make again what is damaged, byte for byte; takes the settings of its `run`.
+
+    Then goes on like `run`, if anything else is not computed yet. A repair that was interrupted is run again.
+    """
+    from precompute.repair import repair as repair_store
+
+    summary = asdict(repair_store(config))
+    click.echo(json.dumps(summary, indent=2) if as_json else _repair_text(summary))
+
+
 def _plan_text(report: dict[str, Any]) -> str:
     from precompute.reporting import EXPECTED_RATIO, readable_bytes
 
@@ -96,3 +110,18 @@ def _run_text(summary: dict[str, Any]) -> str:
         f"{summary['ratio']:.2f}x smaller than uncompressed",
     ]
     return "\n".join(lines)
+
+
+def _repair_text(summary: dict[str, Any]) -> str:
+    lines = [f"damaged      {name}" for name in summary["damaged"]] or ["damaged      nothing"]
+    lines += [f"foreign      {name}: left alone, `verify` goes on to report it" for name in summary["foreign"]]
+    if summary["restored"]:
+        lines.append(f"planned      {len(summary['restored'])} files again")
+    if summary["target"]:
+        lines.append("target       weights stored again")
+    if summary["shards"]:
+        lines.append(f"shards       {', '.join(map(str, summary['shards']))} computed again")
+    if summary["differing"]:
+        shards = ", ".join(map(str, summary["differing"]))
+        lines.append(f"note         shards {shards} are sound, but not bit for bit what they were")
+    return "\n".join([*lines, _run_text(summary["run"])])

@@ -16,12 +16,12 @@ from typing import Any
 
 from cache_tools.arrays import METADATA
 from cache_tools.errors import ConfigError, DflashError, StoreError, TargetError
-from cache_tools.files import write_file, writing
+from cache_tools.files import TEMPORARY_NAME, write_file, writing
 from cache_tools.inspection import describe
 from cache_tools.manifest import EngineSpec, Manifest
 from cache_tools.progress import progress_bar
 from cache_tools.reader import Store
-from cache_tools.seals import root_metadata
+from cache_tools.seals import PLAN_SEAL, read_manifest, root_metadata
 from cache_tools.writer import SampleColumns, bind_engine, create_store
 from precompute import fingerprints
 from precompute.config import PrecomputeConfig
@@ -55,22 +55,38 @@ class RunSummary:
 
 def run(config: PrecomputeConfig) -> RunSummary:
     """Makes or completes the store. Raises ConfigError, DataError, TargetError or StoreError."""
-    path = _store_path(config)
-    workers, devices = _workers(config)
+    path = store_path(config)
+    workers_and_devices(config)  # says so if there are none, before anything is written
     if not path.exists():
         write_plan(plan(config), path)
     Store.open(path)  # says so if this is no store, before it is locked
     with store_lock(path) as lock:
-        manifest = check_plan(config, path)
-        _bind(config, path, manifest, devices[0])
-        store = Store.open(path)
-        missing = [shard for shard in range(store.num_shards) if shard not in store.sealed]
-        jobs = _jobs(config, store, missing, workers, devices)
-        tokens = _tokens_in(store, missing)
-        _check_space(store, tokens)
-        started = time.monotonic()
-        waited = _compute(jobs, tokens, lock) if jobs else 0.0
-        seconds = time.monotonic() - started
+        bind(config, path, check_plan(config, path))
+        return fill(config, path, lock)
+
+
+def bind(config: PrecomputeConfig, path: Path, manifest: Manifest) -> None:
+    """Ties the store of this plan to the present weights and engine, or refuses. Raises StoreError, TargetError."""
+    bound = bound_manifest(config, manifest)
+    seals = [name for name in os.listdir(path / "sealed") if not TEMPORARY_NAME.fullmatch(name)]
+    if read_manifest(path) != bound and seals == [Path(PLAN_SEAL).name]:
+        # Nothing was computed yet, so a first attempt (say, with batches too large for the GPU) binds nobody.
+        with writing(path):
+            write_file(path / METADATA, root_metadata(manifest))
+    bind_engine(path, bound)
+
+
+def fill(config: PrecomputeConfig, path: Path, lock: int) -> RunSummary:
+    """Computes whatever is not sealed in a store that is bound, while its lock is held."""
+    workers, devices = workers_and_devices(config)
+    store = Store.open(path)
+    missing = [shard for shard in range(store.num_shards) if shard not in store.sealed]
+    jobs = _jobs(config, store, missing, workers, devices)
+    tokens = _tokens_in(store, missing)
+    _check_space(store, tokens)
+    started = time.monotonic()
+    waited = _compute(jobs, tokens, lock) if jobs else 0.0
+    seconds = time.monotonic() - started
     _require_usable(path)
     return _summary(path, len(missing), tokens, seconds, waited / max(len(jobs), 1))
 
@@ -80,13 +96,18 @@ def write_plan(planned: Plan, path: Path) -> None:
     found = planned.tokenised.samples
     size = store_size(planned.manifest, found.length, int(found.supervised.sum()))
     require_space(path, size["needed"], planned.manifest.codec)
+    create_planned(planned, path)
+
+
+def create_planned(planned: Plan, path: Path) -> None:
+    """Writes the planned store at `path`, however full the disk is. Raises StoreError."""
     order, samples = planned.layout.order, planned.tokenised.samples
     columns = SampleColumns(source=samples.source[order], row=samples.row[order])
     with progress_bar(total=planned.layout.num_tokens, unit="tok", desc="write plan") as bar:
         create_store(path, planned.manifest, planned.layout, columns, planned.ordered_tokens(), planned.files, bar)
 
 
-def _store_path(config: PrecomputeConfig) -> Path:
+def store_path(config: PrecomputeConfig) -> Path:
     if config.store is None:
         raise ConfigError("no store given", fix="pass --store FOLDER")
     return config.store
@@ -99,6 +120,12 @@ def check_plan(config: PrecomputeConfig, path: Path) -> Manifest:
     """
     stored = Store.open(path).manifest
     now = manifest_now(config, stored)
+    require_same_plan(path, stored, now)
+    return now
+
+
+def require_same_plan(path: Path, stored: Manifest, now: Manifest) -> None:
+    """Raises StoreError naming each field in which the plan `now` differs from that of the store's manifest."""
     differences = stored.plan().differences(now)
     if differences:
         raise StoreError(
@@ -107,11 +134,10 @@ def check_plan(config: PrecomputeConfig, path: Path) -> Manifest:
             got="; ".join(map(str, differences)),
             fix="restore what changed, or make a new store with another --store",
         )
-    return now
 
 
-def _bind(config: PrecomputeConfig, path: Path, manifest: Manifest, device: str) -> None:
-    """Records weights and engine in the store, or refuses when they are not those of its first shards."""
+def bound_manifest(config: PrecomputeConfig, manifest: Manifest) -> Manifest:
+    """A plan's manifest with the present weights and engine. Raises TargetError when there are no weights."""
     weights = fingerprints.weight_files(config.target)
     total = sum(file.stat().st_size for file in weights)
     with progress_bar(total=total, unit="B", desc="hash weights") as bar:
@@ -119,22 +145,17 @@ def _bind(config: PrecomputeConfig, path: Path, manifest: Manifest, device: str)
     engine = EngineSpec(
         name="transformers",
         batch_tokens=config.batch_tokens,
-        device=_device_name(device),
+        device=_device_name(workers_and_devices(config)[1][0]),
         attention=config.attention,
         versions={name: version for name in _ENGINE_PACKAGES if (version := _installed_version(name))},
     )
-    target = dataclasses.replace(manifest.target, weights_sha256=digest)
-    bound = dataclasses.replace(manifest, target=target, engine=engine)
-    store = Store.open(path)
-    if store.manifest != bound and not store.sealed and not store.has_target:
-        # Nothing was computed yet, so a first attempt (say, with batches too large for the GPU) binds nobody.
-        with writing(path):
-            write_file(path / METADATA, root_metadata(manifest))
-    bind_engine(path, bound)
+    return dataclasses.replace(
+        manifest, target=dataclasses.replace(manifest.target, weights_sha256=digest), engine=engine
+    )
 
 
-def _workers(config: PrecomputeConfig) -> tuple[int, list[str]]:
-    """Number of worker processes, and the device of each."""
+def workers_and_devices(config: PrecomputeConfig) -> tuple[int, list[str]]:
+    """Number of worker processes, and the device of each. Raises ConfigError when they do not exist."""
     import torch
 
     num_gpus = torch.cuda.device_count() if config.device != "cpu" else 0
@@ -150,8 +171,8 @@ def _workers(config: PrecomputeConfig) -> tuple[int, list[str]]:
 
 
 def _jobs(config: PrecomputeConfig, store: Store, missing: list[int], workers: int, devices: list[str]) -> list[Job]:
-    """Missing shards dealt out in turn; workers without any are left out, unless the target must be stored."""
-    count = min(workers, max(len(missing), 0 if store.has_target else 1))
+    """Missing shards dealt out in turn; workers without any are left out, unless weights or scales must be stored."""
+    count = min(workers, max(len(missing), 0 if store.has_target and store.has_scales else 1))
     return [
         Job(
             store=store.path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,22 @@ def test_verify_exits_with_0_or_with_1_and_findings(store: Store) -> None:
     assert answer["ok"] is False
     assert answer["findings"][0]["object"] == "hidden/1/bits/c/0/0"
     assert answer["findings"][0]["shard"] == 0
+
+
+def test_verify_of_a_share_says_how_much_was_read_and_finds_what_it_read(store: Store) -> None:
+    result = run("verify", store.path, "--sample-rate", 0.5)
+    assert result.exit_code == 0
+    assert re.search(r"ok: every file is there, and the \d+\.\d% of all bytes that were read match", result.stdout)
+    answer = json.loads(run("verify", store.path, "--sample-rate", 0.5, "--seed", 3, "--json").stdout)
+    assert answer["ok"] is True
+    assert 0 < answer["bytes_read"] < answer["bytes_total"] == store.bytes_on_disk()
+    damaged = store.path / "hidden/1/bits/c/0/0"
+    content = bytearray(damaged.read_bytes())
+    content[100] ^= 1
+    damaged.write_bytes(content)
+    assert run("verify", store.path, "--sample-rate", 1).exit_code == 1
+    for rate in (0, 1.5, "many"):
+        assert run("verify", store.path, "--sample-rate", rate).exit_code == 2
 
 
 def test_show_marks_exactly_the_supervised_tokens(store: Store) -> None:

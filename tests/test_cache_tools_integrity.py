@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache_tools.errors import DflashError, StoreError
-from cache_tools.integrity import Finding, find_bad_layer, num_bytes_to_verify, verify
+from cache_tools.integrity import Finding, find_bad_layer, num_bytes_to_verify, spot_check, verify
 from cache_tools.progress import Progress
 from cache_tools.reader import Store
 from cache_tools.synthetic import make_store, sample_states, write_shard
@@ -68,8 +68,7 @@ def test_an_undamaged_store_has_no_findings_and_the_progress_reaches_its_size(pa
 
     counter = Counter(total=None, unit="B", desc="verify", stream=io.StringIO())
     assert verify(path, counter) == []
-    seals = sum(os.stat(file).st_size for file in [path / "zarr.json", *(path / "sealed").iterdir()])
-    assert counter.count == num_bytes_to_verify(path) - seals
+    assert counter.count == num_bytes_to_verify(path) == sum(os.stat(path / name).st_size for name in all_files(path))
     assert verify(make_store(path.parent / "half", LENGTHS, shards=(1,)).path) == []
 
 
@@ -301,3 +300,59 @@ def patched(rows: slice | int, bits: int) -> NDArray[np.uint16]:
 )
 def test_unusable_hidden_states_are_told_from_unusual_ones(hidden: NDArray[np.uint16], reason: str | None) -> None:
     assert find_bad_layer(hidden) == reason
+
+
+@pytest.fixture
+def many_chunks(tmp_path: Path) -> Store:
+    """One large shard, whose hidden states make up most of the store."""
+    return make_store(tmp_path / "many.zarr", [40] * 200, hidden_size=64, codec="raw", shard_rows=40 * 200, tied=False)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3])
+def test_a_spot_check_reads_about_its_share_of_the_chunks_and_always_the_same_for_a_seed(
+    many_chunks: Store, rate: float
+) -> None:
+    checks = [spot_check(many_chunks.path, rate, seed=seed) for seed in (1, 1, 2)]
+    assert [check.findings for check in checks] == [[], [], []]
+    assert checks[0] == checks[1] != checks[2]
+    assert checks[0].bytes_total == many_chunks.bytes_on_disk()
+    num_chunks = 2 * 200 * 5  # of hidden states, nearly all there is
+    spread = 4 * (rate * (1 - rate) / num_chunks) ** 0.5
+    unsampled = 0.05  # metadata, indexes, files of the target
+    assert rate - spread < checks[0].share < rate + spread + unsampled
+
+
+def test_spot_checks_find_a_flipped_bit_as_often_as_their_rate_says_and_name_the_sample(many_chunks: Store) -> None:
+    name, rate, num_seeds = "hidden/1/bits/c/0/0", 0.25, 200
+    start = int(many_chunks.samples.start[7])
+    flip(many_chunks.path / name, (start + 9) * 64 * 2 + 4 * (start // 8))
+    found = [item for seed in range(num_seeds) for item in spot_check(many_chunks.path, rate, seed=seed).findings]
+    assert {(item.kind, item.object, item.shard, item.samples) for item in found} == {("corrupt", name, 0, (7, 7))}
+    spread = 4 * (rate * (1 - rate) * num_seeds) ** 0.5
+    assert abs(len(found) - rate * num_seeds) < spread
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0])
+def test_spot_checks_find_whatever_needs_no_chunk_to_be_read(path: Path, rate: float) -> None:
+    for name in all_files(path):
+        content = (path / name).read_bytes()
+        is_shard = "/c/" in name
+        damaged = [content[:-1], content + b"\0", content[:-2] + bytes([content[-2] ^ 1]) + content[-1:]]
+        for changed in damaged if is_shard or rate == 1 else [*damaged, bytes([content[0] ^ 1]) + content[1:]]:
+            (path / name).write_bytes(changed)
+            assert named(spot_check(path, rate).findings, name), name
+        (path / name).unlink()
+        assert spot_check(path, rate).findings, name
+        (path / name).write_bytes(content)
+    (path / "notes.txt").write_bytes(b"x")
+    assert [item.kind for item in spot_check(path, rate).findings] == ["foreign"]
+
+
+def test_a_spot_check_of_everything_finds_a_flipped_bit_in_any_file(path: Path) -> None:
+    rng = random.Random(5)
+    for name in all_files(path):
+        content = (path / name).read_bytes()
+        flip(path / name, rng.randrange(len(content)), rng.randrange(8))
+        assert named(spot_check(path, 1.0).findings, name), name
+        (path / name).write_bytes(content)
+    assert spot_check(path, 1.0).share == 1.0

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS: list[tuple[click.Command, str, type[Any]]] = [
     (precompute, "plan", PrecomputeConfig),
     (precompute, "run", PrecomputeConfig),
+    (precompute, "repair", PrecomputeConfig),
     (train, "run", TrainConfig),
     (train, "eval", EvalConfig),
 ]
