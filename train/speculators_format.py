@@ -88,9 +88,10 @@ def config_from_json(plain: Mapping[str, Any], where: Path, num_target_layers: i
         mismatches.append(Mismatch(TYPE_KEY, plain.get(TYPE_KEY), _TYPE))
     if plain.get("sample_from_anchor"):
         mismatches.append(Mismatch("sample_from_anchor", True, "False: slot 0 holds the anchor and predicts nothing"))
-    if plain.get("draft_vocab_size") not in (None, layers.get("vocab_size")):
-        expected = f"{layers.get('vocab_size')}, the target's whole vocabulary"
-        mismatches.append(Mismatch("draft_vocab_size", plain["draft_vocab_size"], expected))
+    vocab_size, draft_vocab_size = layers.get("vocab_size"), plain.get("draft_vocab_size")
+    if None not in (vocab_size, draft_vocab_size) and vocab_size != draft_vocab_size:
+        expected = f"{vocab_size}, the target's whole vocabulary"
+        mismatches.append(Mismatch("draft_vocab_size", draft_vocab_size, expected))
     if 0 in ids:
         mismatches.append(Mismatch("aux_hidden_state_layer_ids", ids, "1 or more: 0 is the embedding"))
     stored_layers = plain.get("num_target_layers")
