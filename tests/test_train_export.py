@@ -17,7 +17,8 @@ from cache_tools.errors import CheckpointError
 from train.attention import BlockLayout
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
-from train.export import config_from_json, config_json, export_drafter, fold_feature_scale, load_drafter
+from train.export import export_drafter, fold_feature_scale, load_drafter
+from train.zlab_format import config_from_json, config_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 9

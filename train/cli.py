@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from cache_tools.settings import CommandGroup, config_options
 from train.config import EvalConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from train.export import Format
 
 
 @click.group(cls=CommandGroup, context_settings={"max_content_width": 120})
@@ -62,17 +66,58 @@ def evaluate_command(config: EvalConfig, as_json: bool) -> None:
 @main.command()
 @click.option(
     "--run",
-    "run_dir",
+    "source",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of a training run; its newest checkpoint is exported.",
+    help="Folder of a training run (its newest checkpoint is exported), or of an exported drafter.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the exported drafter.")
-def export(run_dir: Path, out: Path) -> None:
-    """Write the drafter in the z-lab format that vLLM, SGLang and transformers read."""
+@click.option(
+    "--format",
+    type=click.Choice(["z-lab", "speculators", "transformers"]),
+    default="z-lab",
+    show_default=True,
+    help="z-lab: for SGLang and vLLM, and for eval. speculators: for vLLM. transformers: for its own generate().",
+)
+@click.option(
+    "--target",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the target, for speculators, which holds its name, embedding and output head.",
+)
+def export(source: Path, out: Path, format: Format, target: Path | None) -> None:
+    """Write the drafter in a format that vLLM, SGLang or transformers read."""
     from train.export import export_drafter
-    from train.loading import drafter_of_run
+    from train.loading import load_any_drafter
+    from train.target_folder import TargetFolder
 
-    drafter = drafter_of_run(run_dir)
-    export_drafter(drafter, out)
-    click.echo(f"exported {len(drafter.state_dict())} tensors to {out}")
+    drafter = load_any_drafter(source)
+    opened = TargetFolder.open(target) if target is not None else None
+    number = export_drafter(drafter, out, format=format, target=opened)
+    click.echo(f"exported {number} tensors to {out}")
+
+
+@main.command("import")
+@click.option(
+    "--from",
+    "source",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Checkpoint in the z-lab or the speculators format; which of them is found out.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the drafter.")
+@click.option(
+    "--target",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the target, for speculators checkpoints that do not say how many layers it has.",
+)
+def import_command(source: Path, out: Path, target: Path | None) -> None:
+    """Check a published drafter and write it as `export` does, for eval, export and run --init-drafter."""
+    from train.export import export_drafter, load_drafter
+    from train.target_folder import TargetFolder
+
+    opened = TargetFolder.open(target) if target is not None else None
+    drafter = load_drafter(source, num_target_layers=opened.num_layers if opened is not None else None)
+    if opened is not None:
+        opened.require_fit(drafter.config)
+    number = export_drafter(drafter, out)
+    click.echo(f"imported {number} tensors to {out}")

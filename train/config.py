@@ -44,6 +44,8 @@ class TrainConfig:
     """Token id that fills slots 1.. of a block. Never the pad or end token; 248070 for Qwen3.5/3.6."""
     init_target: Path | None = None
     """Folder of the target: draft layers start as its last layers where shapes match, fc as the deepest tap."""
+    init_drafter: Path | None = None
+    """Drafter to start from: z-lab or speculators checkpoint, or a run. It must be what these settings train."""
     whiten: bool = True
     """Divide context features by fixed per-channel scales of the store; folded into fc at export."""
 
@@ -158,6 +160,8 @@ class TrainConfig:
                 got=f"--gamma {self.gamma} --slot-weights {self.slot_weights}",
                 fix="use --slot-weights decay, or leave --gamma out",
             )
+        if self.init_target is not None and self.init_drafter is not None:
+            raise ConfigError("init_target and init_drafter exclude each other", fix="give only one of them")
 
     @property
     def slot_gamma(self) -> float:
@@ -170,7 +174,7 @@ class TrainConfig:
 # What may change between a run and its resumption: none of these alters what is computed.
 RESUMABLE_CHANGES = frozenset(
     {"out", "store", "threads", "reader_threads", "prefetch_mb", "log_every", "checkpoint_every"}
-    | {"keep_checkpoints", "init_target", "max_unreadable"}
+    | {"keep_checkpoints", "init_target", "init_drafter", "max_unreadable"}
 )
 
 
@@ -181,7 +185,7 @@ class EvalConfig:
     target: Path
     """Folder of the target model with tokenizer and weights."""
     drafter: Path
-    """Exported drafter, or the folder of a training run (its newest checkpoint)."""
+    """Exported or published drafter (z-lab or speculators), or the folder of a training run (its newest checkpoint)."""
     prompts: tuple[Path, ...]
     """JSONL files with `messages`; everything up to the last user message is the prompt."""
     max_prompts: int | None = None

@@ -1,40 +1,33 @@
-"""Drafters as folders that serving engines load: the z-lab format, config.json and model.safetensors in bfloat16."""
+"""Drafters as folders that serving engines load: config.json and model.safetensors in bfloat16.
+
+Of three formats, z-lab is the usual one, speculators is read and written, transformers only written.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cache_tools.errors import CheckpointError, ConfigError
+from train import speculators_format, transformers_format, zlab_format
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
+from train.target_folder import TargetFolder
+from train.weight_files import UNREADABLE, WEIGHTS, read_tensors
 
-ARCHITECTURE = "DFlashDraftModel"
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-# Fields of DrafterConfig that the format keeps elsewhere than at the top level under the same name.
-_NESTED = ("mask_token_id", "target_layer_ids")
-# Settings of other DFlash variants: ignoring one would load a drafter that quietly drafts worse.
-_UNSUPPORTED = (
-    "is_causal",
-    "causal",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "final_logit_softcapping",
-    "output_multiplier",
-    "input_embedding_scale",
-    "rope_scaling",
-)
+Format = Literal["z-lab", "speculators", "transformers"]
+
+_CONFIG = "config.json"
+_ARCHITECTURES = ([zlab_format.ARCHITECTURE], [transformers_format.ARCHITECTURE])
 
 
 def fold_feature_scale(drafter: DFlashDrafter, scale: Tensor) -> None:
@@ -43,92 +36,15 @@ def fold_feature_scale(drafter: DFlashDrafter, scale: Tensor) -> None:
         drafter.fc.weight.mul_(scale.to(drafter.fc.weight))
 
 
-def config_json(config: DrafterConfig) -> dict[str, Any]:
-    """The config.json of an exported drafter."""
-    sliding = config.sliding_window is not None
-    return {
-        "architectures": [ARCHITECTURE],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "block_size": config.block_size,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-        },
-        "dtype": "bfloat16",
-        "eos_token_id": config.eos_token_id,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "layer_types": list(config.layer_types),
-        "max_position_embeddings": config.max_position_embeddings,
-        # Readers that derive layer types from this instead of `layer_types` must not make layers slide by accident.
-        "max_window_layers": config.num_hidden_layers,
-        "model_type": "qwen3",
-        "num_attention_heads": config.num_attention_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": config.num_key_value_heads,
-        "num_target_layers": config.num_target_layers,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": config.rope_theta,
-        "sliding_window": config.sliding_window,
-        "tie_word_embeddings": False,
-        # Without it, transformers reads the window as none.
-        "use_sliding_window": sliding,
-        "vocab_size": config.vocab_size,
-    }
+def export_drafter(
+    drafter: DFlashDrafter, folder: Path, *, format: Format = "z-lab", target: TargetFolder | None = None
+) -> int:
+    """Writes the drafter to `folder`, which appears only when complete; returns the number of tensors.
 
+    An earlier export there is replaced. `target`, which only the speculators format needs, is the drafter's target.
 
-def config_from_json(plain: dict[str, Any], where: Path) -> DrafterConfig:
-    """The inverse of `config_json`; also takes `block_size` inside `dflash_config` and theta in `rope_parameters`.
-
-    Raises CheckpointError for missing keys and for settings of other DFlash variants.
-    """
-    nested = plain.get("dflash_config") or {}
-    rope = plain.get("rope_parameters") or {}
-    unsupported = [key for key in _UNSUPPORTED if plain.get(key) is not None or nested.get(key) is not None]
-    if rope.get("rope_type", "default") != "default":
-        unsupported.append("rope_parameters.rope_type")
-    if unsupported:
-        raise CheckpointError(
-            "the drafter uses settings of a DFlash variant that is not supported",
-            where=where,
-            got=", ".join(unsupported),
-            expected="a plain DFlash drafter without these keys",
-        )
-    num_layers = plain.get("num_hidden_layers", 0)
-    defaults = {
-        "layer_types": ["full_attention"] * num_layers,
-        "rope_theta": rope.get("rope_theta"),
-        "block_size": nested.get("block_size"),
-    }
-    found = {f.name: nested.get(f.name) if f.name in _NESTED else plain.get(f.name) for f in fields(DrafterConfig)}
-    values: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in found.items()}
-    optional = ("sliding_window", "eos_token_id", "pad_token_id")
-    missing = [name for name, value in values.items() if value is None and name not in optional]
-    if missing:
-        raise CheckpointError("keys are missing in the drafter's config", where=where, expected=", ".join(missing))
-    if "sliding_attention" not in values["layer_types"]:
-        values["sliding_window"] = None  # files of all-full drafters may still name a window
-    for name in ("layer_types", "target_layer_ids"):
-        values[name] = tuple(values[name])
-    eos = values["eos_token_id"]
-    values["eos_token_id"] = eos[0] if isinstance(eos, list) else eos
-    try:
-        return DrafterConfig(**values)
-    except ConfigError as error:
-        raise CheckpointError(
-            "the drafter's config contradicts itself", where=where, got=error.what, expected=error.expected
-        ) from error
-
-
-def export_drafter(drafter: DFlashDrafter, folder: Path) -> None:
-    """Writes the drafter to `folder`, which appears only when complete. An earlier export there is replaced.
-
-    Raises CheckpointError when `folder` holds something else, or the disk does not take it.
+    Raises ConfigError without a target where one is needed, TargetError for one that does not fit, CheckpointError when
+    the format cannot hold this drafter, `folder` holds something else, or the disk does not take it.
     """
     folder = folder.resolve()  # `.` has no name, and a link would be replaced instead of what it leads to
     if folder.exists() and not _is_export(folder):
@@ -137,41 +53,47 @@ def export_drafter(drafter: DFlashDrafter, folder: Path) -> None:
             where=folder,
             expected="a new folder, an empty one, or an earlier export to replace",
         )
-    temporary = folder.with_name(f".tmp-{os.getpid()}-{folder.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        weights = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
-        save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
-        text = json.dumps(config_json(drafter.config), indent=2, sort_keys=True)
-        (temporary / _CONFIG).write_text(text + "\n", encoding="utf-8")
-        for path in (temporary / _WEIGHTS, temporary / _CONFIG, temporary):
-            _sync(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        _sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError("cannot write the exported drafter", where=folder, got=error) from error
+    weights = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
+    if format == "z-lab":
+        plain = zlab_format.config_json(drafter.config)
+    elif format == "transformers":
+        plain = transformers_format.config_json(drafter.config, folder)
+        weights = transformers_format.renamed(weights)
+    else:
+        target = _need_target(target, drafter.config)
+        plain = speculators_format.config_json(drafter.config, target)
+        weights |= speculators_format.target_tensors(drafter.config, target)
+    _write(folder, plain, weights)
+    return len(weights)
 
 
 def load_drafter(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    folder: Path,
+    *,
+    num_target_layers: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> DFlashDrafter:
-    """Reads an exported or published drafter.
+    """Reads an exported or published drafter in the z-lab or the speculators format.
 
-    Raises CheckpointError when a file is missing or damaged, or the tensors are not exactly those of the config.
+    `num_target_layers` is for checkpoints of the speculators library, which do not say it.
+
+    Raises CheckpointError when a file is missing or damaged, the config asks for what the drafter does not do, or the
+    tensors are not exactly those of the config.
     """
+    path = folder / _CONFIG
     try:
-        plain = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        weights = load_file(folder / _WEIGHTS)
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        weights = read_tensors(folder)
         if not isinstance(plain, dict):
             raise ValueError(f"{_CONFIG} holds a {type(plain).__name__}, not an object")
-    except (OSError, ValueError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
-            "cannot read the drafter", where=folder, got=error, expected=f"{_CONFIG} and {_WEIGHTS}"
+            "cannot read the drafter", where=folder, got=error, expected=f"{_CONFIG} and {WEIGHTS}"
         ) from error
-    config = config_from_json(plain, folder / _CONFIG)
+    config = _config_from_json(plain, path, num_target_layers)
+    if speculators_format.TYPE_KEY in plain:
+        weights = {name: tensor for name, tensor in weights.items() if name not in speculators_format.BORROWED}
     with torch.device("meta"):
         drafter = DFlashDrafter(config)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
@@ -181,12 +103,53 @@ def load_drafter(
         first = wrong[0]
         raise CheckpointError(
             f"{len(wrong)} tensors do not fit the drafter's config",
-            where=folder / _WEIGHTS,
+            where=folder,
             got=f"{first}: {found.get(first, 'missing')}",
             expected=f"{expected.get(first, 'no such tensor')}",
         )
     drafter.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter
+
+
+def _config_from_json(plain: Mapping[str, Any], path: Path, num_target_layers: int | None) -> DrafterConfig:
+    if speculators_format.TYPE_KEY in plain:
+        return speculators_format.config_from_json(plain, path, num_target_layers)
+    if plain.get("model_type") == transformers_format.MODEL_TYPE:
+        raise CheckpointError(
+            "this drafter is in the format of transformers, which is only written",
+            where=path,
+            got=f"model_type {transformers_format.MODEL_TYPE}",
+            fix="export the drafter once more with --format z-lab",
+        )
+    return zlab_format.config_from_json(plain, path)
+
+
+def _need_target(target: TargetFolder | None, config: DrafterConfig) -> TargetFolder:
+    if target is None:
+        raise ConfigError(
+            "the speculators format holds copies of the target's embedding and output head",
+            fix="give the target's folder with --target",
+        )
+    target.require_fit(config)
+    return target
+
+
+def _write(folder: Path, plain: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    temporary = folder.with_name(f".tmp-{os.getpid()}-{folder.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(plain, indent=2, sort_keys=True)
+        (temporary / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        for path in (temporary / WEIGHTS, temporary / _CONFIG, temporary):
+            _sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError("cannot write the exported drafter", where=folder, got=error) from error
 
 
 def _is_export(folder: Path) -> bool:
@@ -200,7 +163,7 @@ def _is_export(folder: Path) -> bool:
         plain = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return names <= {_CONFIG, _WEIGHTS} and isinstance(plain, dict) and plain.get("architectures") == [ARCHITECTURE]
+    return names <= {_CONFIG, WEIGHTS} and isinstance(plain, dict) and plain.get("architectures") in _ARCHITECTURES
 
 
 def _sync(path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cache_tools.errors import CheckpointError
 from train import checkpoint as checkpoints
 from train.drafter import DFlashDrafter
@@ -12,10 +14,14 @@ from train.drafter_config import DrafterConfig
 from train.export import fold_feature_scale, load_drafter
 
 
-def load_any_drafter(path: Path) -> DFlashDrafter:
-    """The drafter of an exported folder, or of the newest checkpoint of a run. Raises CheckpointError for neither."""
+def load_any_drafter(path: Path, *, num_target_layers: int | None = None) -> DFlashDrafter:
+    """The drafter, in float32, of an exported or published folder, or of the newest checkpoint of a run.
+
+    `num_target_layers` is for checkpoints of the speculators library, which do not say it. Raises CheckpointError for
+    neither, and for what cannot be read.
+    """
     if (path / "config.json").exists():
-        return load_drafter(path)
+        return load_drafter(path, num_target_layers=num_target_layers, dtype=torch.float32)
     return drafter_of_run(path)
 
 

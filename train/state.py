@@ -26,6 +26,7 @@ from train.devices import pick_device
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
 from train.features import channel_rms
+from train.init_drafter import start_from_drafter
 from train.loader import Loader, pack_plan
 from train.objective import OutputHead
 from train.optimizers import Optimizers, WeightAverage
@@ -262,7 +263,13 @@ def _warm_start(
     scale: Tensor,
     say: Callable[[str], None],
 ) -> None:
-    """What a fresh drafter takes over from its target: the output norm, and with --init-target its last layers."""
+    """What a fresh drafter takes over: everything from --init-drafter, or from its target the output norm, and with
+    --init-target the last layers.
+    """
+    if config.init_drafter is not None:
+        start_from_drafter(drafter, config.init_drafter, scale)
+        say(f"all weights start as those of {config.init_drafter}")
+        return
     use_target_norm(drafter, parts)
     if config.init_target is not None:
         plain = target_config(store)

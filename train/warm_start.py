@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cache_tools.errors import TargetError
 from train.drafter import INIT_STD, DFlashDrafter
+from train.target_folder import is_text
 from train.target_parts import TargetParts
+from train.weight_files import UNREADABLE, names_by_file, read_tensor
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Share of its output that `fc` takes from a random mix of all taps at the start; the rest is the deepest tap.
@@ -52,7 +53,7 @@ def copy_last_layers(
             for tensor_name in names:
                 found = _LAYER.search(tensor_name)
                 name = by_target_name.get((int(found[1]), found[2])) if found else None
-                if name is None or "visual" in tensor_name or tensor_name.startswith("mtp."):
+                if name is None or not is_text(tensor_name):
                     continue
                 tensor = _read(file, tensor_name)
                 if tensor.shape == wanted[name].shape:
@@ -122,18 +123,9 @@ def _layer(name: str) -> tuple[str, str]:
 
 
 def _tensor_names(target_dir: Path) -> dict[Path, list[str]]:
-    index = target_dir / "model.safetensors.index.json"
     try:
-        if index.exists():
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files: dict[Path, list[str]] = {}
-            for name, file in weight_map.items():
-                files.setdefault(target_dir / file, []).append(name)
-            return files
-        single = target_dir / "model.safetensors"
-        with safe_open(single, framework="pt") as opened:
-            return {single: list(opened.keys())}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        return names_by_file(target_dir)
+    except UNREADABLE as error:
         raise TargetError(
             "the target's weights cannot be read",
             where=target_dir,
@@ -144,8 +136,6 @@ def _tensor_names(target_dir: Path) -> dict[Path, list[str]]:
 
 def _read(file: Path, name: str) -> Tensor:
     try:
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-    except (OSError, SafetensorError) as error:
+        return read_tensor(file, name)
+    except UNREADABLE as error:
         raise TargetError("the target's weights cannot be read", where=file, got=error) from error
