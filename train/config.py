@@ -83,7 +83,7 @@ class TrainConfig:
     gamma: float | None = None
     """Slot k weighs exp(-(k-1)/gamma). Default: 4 for block size 8, 5 for 10, 7 for 16, else block_size / 2.2."""
     loss_vocab: Literal["full", "seen"] = "full"
-    """Tokens the training softmax runs over: all, or only those supervised anywhere in the store (faster)."""
+    """Tokens the training softmax runs over: all, or only those supervised in the training samples (faster)."""
     noise_start: float = 0.0
     """Noise on context features at the first step, in units of each tapped layer's RMS."""
     noise_end: float = 0.0
