@@ -176,6 +176,19 @@ class Store:
         self._mask.read_rows(start, mask, f"sample {sample}")
         return ids, mask.astype(np.bool_)
 
+    def read_shard_tokens(self, shard: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids and loss mask of all rows of a shard in one piece, [rows] each; rows without a sample hold 0.
+
+        Its first row is `shard * shard_rows`. Raises CorruptError.
+        """
+        layout = self.manifest.layout
+        first = shard * layout.shard_rows
+        num_rows = min(layout.shard_rows, layout.num_rows - first)
+        ids, mask = np.empty(num_rows, dtype=np.int32), np.empty(num_rows, dtype=np.uint8)
+        self._ids.read_rows(first, ids, f"shard {shard}")
+        self._mask.read_rows(first, mask, f"shard {shard}")
+        return ids, mask.astype(np.bool_)
+
     def read_hidden(
         self, sample: int, layer_ids: Sequence[int] | None = None, out: NDArray[np.uint16] | None = None
     ) -> NDArray[np.uint16]:

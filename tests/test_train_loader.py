@@ -64,10 +64,8 @@ def _wait_until(condition: Callable[[], bool]) -> bool:
 
 def make_loader(store: Store, **changes: Any) -> Loader:
     settings: dict[str, Any] = {
+        "plan": plan_of(store),
         "layer_ids": LAYERS,
-        "seed": 7,
-        "token_budget": BUDGET,
-        "packs_per_step": 3,
         "prefetch_bytes": 2 * PACK_BYTES,
         "num_threads": 2,
     }
@@ -88,8 +86,9 @@ def read(loader: Loader, num_steps: int) -> list[tuple[Any, ...]]:
     ]
 
 
-def plan_of(store: Store) -> PackPlan:
-    return pack_plan(store, seed=7, token_budget=BUDGET, packs_per_step=3)
+def plan_of(store: Store, **changes: Any) -> PackPlan:
+    settings: dict[str, Any] = {"seed": 7, "token_budget": BUDGET, "packs_per_step": 3}
+    return pack_plan(store, **(settings | changes))
 
 
 def broken_read(
@@ -183,16 +182,16 @@ def test_resuming_with_other_settings_is_refused_by_name(store: Store) -> None:
         state = next(loader).state
     for change in ({"seed": 8}, {"token_budget": 41}, {"packs_per_step": 2}):
         with pytest.raises(ConfigError, match=next(iter(change))):
-            make_loader(store, start_state=state, **change)
+            make_loader(store, plan=plan_of(store, **change), start_state=state)
     with pytest.raises(ConfigError, match="fingerprint"):
-        make_loader(store, start_state=state, samples=np.arange(10))
+        make_loader(store, plan=plan_of(store, samples=np.arange(10)), start_state=state)
 
 
 def test_only_chosen_and_never_rejected_samples_are_delivered(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s.zarr", LENGTHS, hidden_size=HIDDEN, layer_ids=(1, 2, 3), rejected=[4, 9])
     for samples in (None, np.array([9, 2, 3, 4, 2, 11])):
         wanted = {2, 3, 11} if samples is not None else set(range(len(LENGTHS))) - {4, 9}
-        with make_loader(store, samples=samples) as loader:
+        with make_loader(store, plan=plan_of(store, samples=samples)) as loader:
             seen = {sample for batch in islice(loader, 10) for pack in batch.packs for sample in pack.samples}
         assert seen == wanted
 
@@ -380,9 +379,9 @@ def test_an_incomplete_store_is_refused(tmp_path: Path) -> None:
 
 def test_samples_outside_the_store_are_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="no such sample"):
-        make_loader(store, samples=np.array([0, len(LENGTHS)]))
+        plan_of(store, samples=np.array([0, len(LENGTHS)]))
 
 
 def test_nothing_left_to_train_on_is_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="no samples"):
-        make_loader(store, samples=np.array([], dtype=np.int64))
+        plan_of(store, samples=np.array([], dtype=np.int64))

@@ -21,7 +21,7 @@ from train.config import TrainConfig
 from train.loader import pack_plan
 from train.loop import train
 from train.metrics import read_metrics
-from train.selection import training_samples
+from train.selection import supervised_tokens, training_samples
 from train.state import prepare
 from train.summary import summarize
 
@@ -76,6 +76,19 @@ def test_validation_samples_are_the_same_whatever_the_seed_and_never_trained_on(
         batches = list(islice(loader, 40))
     assert batches[-1].epoch > 2
     assert {sample for batch in batches for sample in batch.samples.tolist()} == set(kept.tolist())
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 8])
+def test_supervised_tokens_are_those_of_the_given_samples_only(tmp_path: Path, chunk_rows: int) -> None:
+    """Samples of a shard touch each other, or have empty rows between them."""
+    store = make_store(tmp_path / "s.zarr", LENGTHS, vocab_size=5000, chunk_rows=chunk_rows, shard_rows=120)
+    assert store.num_shards > 3
+    for samples in (np.arange(40), np.array([0]), np.array([3, 4, 11, 12, 30]), np.array([39]), np.arange(1, 40, 2)):
+        expected: set[int] = set()
+        for sample in samples.tolist():
+            ids, mask = store.read_tokens(sample)
+            expected |= set(ids[mask].tolist())
+        assert supervised_tokens(store, samples, num_tokens=5000).tolist() == sorted(expected)
 
 
 def test_a_split_that_leaves_nothing_is_refused(store_path: Path) -> None:

@@ -93,7 +93,7 @@ class TrainConfig:
     gamma: float | None = None
     """Of decay: slot k weighs exp(-(k-1)/gamma). Default: 4, 5, 7 for block sizes 8, 10, 16, else block_size / 2.2."""
     loss_vocab: Literal["full", "seen"] = "full"
-    """Tokens the training softmax runs over: all, or only those supervised anywhere in the store (faster)."""
+    """Tokens the training softmax runs over: all, or only those supervised in the training samples (faster)."""
     noise_start: float = 0.0
     """Noise on context features at the first step, in units of each tapped layer's RMS."""
     noise_end: float = 0.0

@@ -31,32 +31,25 @@ class Loader:
     def __init__(
         self,
         store: Store,
+        plan: PackPlan,
         *,
         layer_ids: Sequence[int],
-        seed: int,
-        token_budget: int,
-        packs_per_step: int,
         rank: int = 0,
         world_size: int = 1,
         start_state: Mapping[str, int | str] | None = None,
         prefetch_bytes: int,
         num_threads: int,
-        samples: NDArray[np.int64] | None = None,
-        order: str = PackPlan.strategy,
         skip_unreadable: bool = False,
     ) -> None:
         """
         Args:
-            skip_unreadable: deliver a sample that cannot be read as zeros without loss, instead of raising.
-            samples: one epoch's samples, a number as often as it comes; default each once. Rejected samples are
-                always left out.
-            order: how samples are batched, a name that `plan_for` knows.
+            plan: packs of samples of the store, as `pack_plan` makes them.
             start_state: `StepBatch.state` of the last step done, by any number of ranks.
+            skip_unreadable: deliver a sample that cannot be read as zeros without loss, instead of raising.
 
         Raises:
             StoreError: the store is incomplete or lacks a layer.
-            ConfigError: a sample exceeds the token budget, nothing is left to train on, or `start_state` belongs
-                to another data order.
+            ConfigError: `start_state` belongs to another data order.
         """
         assert 0 <= rank < world_size and num_threads >= 1
         store.require_complete()
@@ -69,14 +62,6 @@ class Loader:
                 expected=f"some of {list(store.layer_ids)}",
                 fix="choose among the stored layers, or precompute a store that has them",
             )
-        plan = pack_plan(
-            store,
-            seed=seed,
-            token_budget=token_budget,
-            packs_per_step=packs_per_step,
-            samples=samples,
-            order=order,
-        )
         cursor = PackCursor() if start_state is None else plan.resume(start_state)
         self._read_ahead = ReadAhead(store, plan, layer_ids, rank, world_size, prefetch_bytes, skip_unreadable)
         weakref.finalize(self, self._read_ahead.close)
@@ -122,7 +107,14 @@ def pack_plan(
     samples: NDArray[np.int64] | None = None,
     order: str = PackPlan.strategy,
 ) -> PackPlan:
-    """The plan that a `Loader` with these settings follows. Raises ConfigError as `Loader` does."""
+    """What a `Loader` of the store follows.
+
+    samples: one epoch's samples, a number as often as it comes; default each once. Rejected ones are always left out.
+    order: how samples are batched, a name that `plan_for` knows.
+
+    Raises ConfigError: a sample exceeds the token budget or is not in the store, nothing is left to train on, or
+    `order` is unknown.
+    """
     chosen = _usable(store, samples)
     return plan_for(
         order,

@@ -37,3 +37,24 @@ def training_samples(config: TrainConfig, store: Store) -> NDArray[np.int64]:
             fix="give a smaller share",
         )
     return mix_sources(chosen, table.source[chosen], weights, seed=config.seed)
+
+
+def supervised_tokens(store: Store, samples: NDArray[np.int64], *, num_tokens: int) -> NDArray[np.int64]:
+    """Ascending ids of the tokens, of `num_tokens` in the vocabulary, that carry loss in any of `samples`.
+
+    `samples` ascend. Reads whole shards, since sample by sample a large store takes millions of small reads.
+    Raises CorruptError.
+    """
+    seen = np.zeros(num_tokens, dtype=np.bool_)
+    shard_rows = store.manifest.layout.shard_rows
+    starts = store.samples.start[samples]
+    shards, first_samples = np.unique(starts // shard_rows, return_index=True)
+    for shard, chosen in zip(shards.tolist(), np.split(samples, first_samples[1:]), strict=True):
+        ids, mask = store.read_shard_tokens(shard)
+        begins = store.samples.start[chosen] - shard * shard_rows
+        # 1 where a sample begins, -1 behind its end: the running sum is 1 inside of samples.
+        borders = np.zeros(len(ids) + 1, dtype=np.int64)
+        borders[begins] += 1
+        borders[begins + store.samples.length[chosen]] -= 1
+        seen[ids[mask & (np.cumsum(borders[:-1]) > 0)]] = True
+    return np.flatnonzero(seen)

@@ -32,7 +32,7 @@ from train.objective import OutputHead
 from train.optimizers import Optimizers, WeightAverage
 from train.ranks import Ranks
 from train.run_files import write_text
-from train.selection import training_samples
+from train.selection import supervised_tokens, training_samples
 from train.target_parts import FinalNorm, TargetParts, reserved_tokens
 from train.teacher import BlockTeacher, block_teacher, require_teacher
 from train.warm_start import copy_last_layers, read_deepest_tap, use_target_norm
@@ -46,8 +46,8 @@ class TrainingState:
     config: TrainConfig
     config_plain: dict[str, Any]
     store: Store
-    samples: NDArray[np.int64]
-    """Samples of one epoch, a number as often as it comes."""
+    plan: PackPlan
+    """The packs of every step."""
     layer_ids: tuple[int, ...]
     ranks: Ranks
     device: torch.device
@@ -103,12 +103,8 @@ class TrainingState:
         """A loader that starts at `cursor`."""
         return Loader(
             self.store,
+            self.plan,
             layer_ids=self.layer_ids,
-            seed=self.config.seed,
-            token_budget=self.config.token_budget,
-            packs_per_step=self.config.packs_per_step,
-            samples=self.samples,
-            order=self.config.order,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             start_state=self.cursor or None,
@@ -147,7 +143,14 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
     scale, unit = _feature_scale(config, store, layer_ids, np.unique(samples), previous)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     parts = TargetParts.from_store(store, device=device, dtype=dtype)
-    plan = _plan(config, store, samples)
+    plan = pack_plan(
+        store,
+        seed=config.seed,
+        token_budget=config.token_budget,
+        packs_per_step=config.packs_per_step,
+        samples=samples,
+        order=config.order,
+    )
     _refuse_different_ranks(ranks, {**config_plain, "data_order": plan.fingerprint})
     total_steps = plan.num_steps(config.epochs) if config.steps is None else config.steps
     say(_describe(config, store, drafter, layer_ids, total_steps))
@@ -174,14 +177,14 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         config=config,
         config_plain=config_plain,
         store=store,
-        samples=samples,
+        plan=plan,
         layer_ids=layer_ids,
         ranks=ranks,
         device=device,
         drafter=drafter,
         drafter_plain=dataclasses.asdict(drafter_config),
         embedding=parts.embedding,
-        head=_head(config, store, parts),
+        head=_head(config, store, parts, np.unique(samples)),
         final_norm=parts.norm,
         optimizer=optimizer,
         average=average,
@@ -295,25 +298,12 @@ def _feature_scale(
     return torch.ones(rms.numel()), layer_rms.flatten().contiguous()
 
 
-def _plan(config: TrainConfig, store: Store, samples: NDArray[np.int64]) -> PackPlan:
-    return pack_plan(
-        store,
-        seed=config.seed,
-        token_budget=config.token_budget,
-        packs_per_step=config.packs_per_step,
-        samples=samples,
-        order=config.order,
-    )
-
-
-def _head(config: TrainConfig, store: Store, parts: TargetParts) -> OutputHead:
+def _head(config: TrainConfig, store: Store, parts: TargetParts, samples: NDArray[np.int64]) -> OutputHead:
+    """The target's output head; with --loss-vocab seen, of the tokens supervised in `samples`, which ascend."""
     if config.loss_vocab == "full":
         return OutputHead(parts.lm_head)
-    seen = np.zeros(parts.lm_head.shape[0], bool)
-    for sample in range(store.num_samples):
-        ids, mask = store.read_tokens(sample)
-        seen[ids[mask]] = True
-    return OutputHead.restricted(parts.lm_head, torch.from_numpy(np.flatnonzero(seen)).to(parts.lm_head.device))
+    seen = supervised_tokens(store, samples, num_tokens=parts.lm_head.shape[0])
+    return OutputHead.restricted(parts.lm_head, torch.from_numpy(seen).to(parts.lm_head.device))
 
 
 def _refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:
