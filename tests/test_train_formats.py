@@ -134,7 +134,9 @@ def test_going_through_speculators_and_back_gives_the_same_files(
     said = call("export", "--run", tmp_path / "z", "--out", tmp_path / "s", *given)
     assert said == f"exported {number + 2} tensors to {tmp_path / 's'}\n"
     assert call("import", "--from", tmp_path / "s", "--out", tmp_path / "back").startswith(f"imported {number} tensors")
+    call("import", "--from", tmp_path / "z", "--out", tmp_path / "z2", "--target", tmp_path / "t")
     for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "z2" / name).read_bytes() == (tmp_path / "z" / name).read_bytes()
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "z" / name).read_bytes()
     call("export", "--run", tmp_path / "s", "--out", tmp_path / "s2", *given)  # eval, export and import read all alike
     assert (tmp_path / "s2" / "config.json").read_bytes() == (tmp_path / "s" / "config.json").read_bytes()
@@ -267,12 +269,15 @@ def test_a_speculators_checkpoint_without_the_number_of_target_layers_is_importe
         (lambda c: c.update(num_hidden_layers=8), "num_hidden_layers 8"),
     ],
 )
-def test_another_target_is_refused_by_what_differs(tmp_path: Path, target: Path, edit: Change, named: str) -> None:
+@pytest.mark.parametrize("format", ["z-lab", "speculators", "transformers"])
+def test_another_target_is_refused_by_what_differs(
+    tmp_path: Path, target: Path, edit: Change, named: str, format: Format
+) -> None:
     shutil.copytree(target, tmp_path / "t")
     change(tmp_path / "t", edit)
     opened = TargetFolder.open(tmp_path / "t")
     with pytest.raises(TargetError, match=named):
-        export_drafter(tiny_drafter(FULL), tmp_path / "d", format="speculators", target=opened)
+        export_drafter(tiny_drafter(FULL), tmp_path / "d", format=format, target=opened)
     assert not (tmp_path / "d").exists()
 
 

@@ -82,7 +82,7 @@ def evaluate_command(config: EvalConfig, as_json: bool) -> None:
 @click.option(
     "--target",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the target, for speculators, which holds its name, embedding and output head.",
+    help="Folder of the target, compared with the drafter; speculators takes name, embedding and output head from it.",
 )
 def export(source: Path, out: Path, format: Format, target: Path | None) -> None:
     """Write the drafter in a format that vLLM, SGLang or transformers read."""
@@ -108,7 +108,7 @@ def export(source: Path, out: Path, format: Format, target: Path | None) -> None
 @click.option(
     "--target",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the target, for speculators checkpoints that do not say how many layers it has.",
+    help="Folder of the target, compared with the drafter; needed where that does not say how many layers it has.",
 )
 def import_command(source: Path, out: Path, target: Path | None) -> None:
     """Check a published drafter and write it as `export` does, for eval, export and run --init-drafter."""
@@ -117,7 +117,5 @@ def import_command(source: Path, out: Path, target: Path | None) -> None:
 
     opened = TargetFolder.open(target) if target is not None else None
     drafter = load_drafter(source, num_target_layers=opened.num_layers if opened is not None else None)
-    if opened is not None:
-        opened.require_fit(drafter.config)
-    number = export_drafter(drafter, out)
+    number = export_drafter(drafter, out, target=opened)
     click.echo(f"imported {number} tensors to {out}")

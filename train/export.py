@@ -41,7 +41,7 @@ def export_drafter(
 ) -> int:
     """Writes the drafter to `folder`, which appears only when complete; returns the number of tensors.
 
-    An earlier export there is replaced. `target`, which only the speculators format needs, is the drafter's target.
+    An earlier export there is replaced. `target`, needed by the speculators format alone, must be the drafter's target.
 
     Raises ConfigError without a target where one is needed, TargetError for one that does not fit, CheckpointError when
     the format cannot hold this drafter, `folder` holds something else, or the disk does not take it.
@@ -53,14 +53,20 @@ def export_drafter(
             where=folder,
             expected="a new folder, an empty one, or an earlier export to replace",
         )
+    if target is not None:
+        target.require_fit(drafter.config)
     weights = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
     if format == "z-lab":
         plain = zlab_format.config_json(drafter.config)
     elif format == "transformers":
-        plain = transformers_format.config_json(drafter.config, folder)
+        plain = transformers_format.config_json(drafter.config)
         weights = transformers_format.renamed(weights)
     else:
-        target = _need_target(target, drafter.config)
+        if target is None:
+            raise ConfigError(
+                "the speculators format holds copies of the target's embedding and output head",
+                fix="give the target's folder with --target",
+            )
         plain = speculators_format.config_json(drafter.config, target)
         weights |= speculators_format.target_tensors(drafter.config, target)
     _write(folder, plain, weights)
@@ -122,16 +128,6 @@ def _config_from_json(plain: Mapping[str, Any], path: Path, num_target_layers: i
             fix="export the drafter once more with --format z-lab",
         )
     return zlab_format.config_from_json(plain, path)
-
-
-def _need_target(target: TargetFolder | None, config: DrafterConfig) -> TargetFolder:
-    if target is None:
-        raise ConfigError(
-            "the speculators format holds copies of the target's embedding and output head",
-            fix="give the target's folder with --target",
-        )
-    target.require_fit(config)
-    return target
 
 
 def _write(folder: Path, plain: dict[str, Any], weights: dict[str, Tensor]) -> None:

@@ -41,7 +41,7 @@ class Mismatch:
     expected: object
 
 
-def refuse(mismatches: Iterable[Mismatch], where: Path) -> None:
+def refuse(mismatches: Iterable[Mismatch], where: Path | None = None) -> None:
     """Raises CheckpointError naming every mismatch; returns when there is none."""
     found = list(mismatches)
     if found:

@@ -29,7 +29,7 @@ BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", 
 
 def config_json(config: DrafterConfig, target: TargetFolder) -> dict[str, Any]:
     """The config.json of an exported drafter of `target`. Raises CheckpointError for a tap of the last layer."""
-    refuse(_last_layer([i + 1 for i in config.target_layer_ids], config.num_target_layers), target.path)
+    refuse(_last_layer([i + 1 for i in config.target_layer_ids], config.num_target_layers))
     rotary = {"rope_theta": config.rope_theta, "rope_type": "default"}
     proposal = {
         "accept_tolerance": 0.0,

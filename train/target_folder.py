@@ -75,12 +75,12 @@ class TargetFolder:
 
         Raises TargetError when they cannot be read, or have another shape.
         """
-        tied = self.text_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
+        untied = self.text_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings")) is False
         try:
             files = {name: file for file, names in names_by_file(self.path).items() for name in names if is_text(name)}
             embedding = _read_one(files, "embed_tokens.weight")
             has_head = any(name.endswith("lm_head.weight") for name in files)
-            head = _read_one(files, "lm_head.weight") if not tied and (has_head or tied is False) else embedding
+            head = _read_one(files, "lm_head.weight") if has_head or untied else embedding
         except UNREADABLE as error:
             raise TargetError(
                 "the target's embedding and output head cannot be read",

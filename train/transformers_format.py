@@ -7,7 +7,6 @@ sliding layers, which are causal there, have no place in it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ MODEL_TYPE = "muse_glimmer_assistant"
 _NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
 
-def config_json(config: DrafterConfig, where: Path) -> dict[str, Any]:
+def config_json(config: DrafterConfig) -> dict[str, Any]:
     """The config.json of an exported drafter. Raises CheckpointError naming what the class cannot compute."""
     mismatches = []
     if SLIDING in config.layer_types:
@@ -29,7 +28,7 @@ def config_json(config: DrafterConfig, where: Path) -> dict[str, Any]:
         # transformers hands out the last hidden state after the target's final norm.
         expected = f"less than {config.num_target_layers - 1}, the target's last layer"
         mismatches.append(Mismatch("target_layer_ids", list(config.target_layer_ids), expected))
-    refuse(mismatches, where)
+    refuse(mismatches)
     return {
         "architectures": [ARCHITECTURE],
         "attention_dropout": 0.0,
