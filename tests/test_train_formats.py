@@ -146,6 +146,16 @@ def test_going_through_speculators_and_back_gives_the_same_files(
     assert torch.equal(held["lm_head.weight"], held["embed_tokens.weight"]) == tied
 
 
+def test_checkpoints_in_float32_are_not_rounded_on_reading(tmp_path: Path) -> None:
+    drafter = tiny_drafter(FULL)
+    export_drafter(drafter, tmp_path / "d")
+    exact = {name: tensor + 1e-4 for name, tensor in drafter.state_dict().items()}
+    save_file(exact, tmp_path / "d" / "model.safetensors")
+    assert all(
+        torch.equal(tensor, exact[name]) for name, tensor in load_any_drafter(tmp_path / "d").state_dict().items()
+    )
+
+
 def test_a_drafter_split_over_files_is_read_through_its_index(tmp_path: Path) -> None:
     drafter = tiny_drafter(FULL)
     export_drafter(drafter, tmp_path / "d")
