@@ -70,6 +70,8 @@ class CodecReport:
     calibration_tokens: int
     measured_tokens: int
     measured_samples: int
+    rows_per_token: float
+    """Above 1, as samples start on whole chunks; only compressed padding is free."""
     codecs: tuple[CodecResult, ...]
 
     def to_dict(self) -> dict[str, Json]:
@@ -84,7 +86,7 @@ class CodecComparison:
         """`chunk_rows`: each sample starts on a chunk of so many rows, as in the store that would hold it."""
         self._layer_ids, self._hidden_size, self._chunk_rows = tuple(layer_ids), hidden_size, chunk_rows
         self._calibrations = [ChannelCalibration() for _ in layer_ids]
-        self._calibration_tokens = self._measured_tokens = self._measured_samples = 0
+        self._calibration_tokens = self._measured_tokens = self._measured_samples = self._measured_rows = 0
         self._problems = _problems(hidden_size)
         self._bytes = dict.fromkeys((*_LOSSLESS, *QUANTISED), 0)
         usable = [codec for codec in QUANTISED if codec not in self._problems]
@@ -104,6 +106,7 @@ class CodecComparison:
             self._scales = [calibration.scale() for calibration in self._calibrations]
         self._measured_tokens += len(bits)
         self._measured_samples += 1
+        self._measured_rows += round_up(len(bits), self._chunk_rows)
         for layer, scale in enumerate(self._scales):
             states = np.ascontiguousarray(bits[:, layer])
             values = bf16_to_float32(states[1:])
@@ -142,6 +145,7 @@ class CodecComparison:
             calibration_tokens=self._calibration_tokens,
             measured_tokens=self._measured_tokens,
             measured_samples=self._measured_samples,
+            rows_per_token=self._measured_rows / self._measured_tokens,
             codecs=tuple(results),
         )
 
@@ -255,6 +259,7 @@ def table_lines(report: CodecReport) -> list[str]:
     lines = [
         f"{report.measured_tokens:,} tokens of {report.measured_samples} samples, channel scales calibrated on "
         f"{report.calibration_tokens:,} tokens of others; errors without first tokens, which are stored exactly",
+        f"padding to whole chunks makes {report.rows_per_token:.3f} rows of a token; only bf16 compresses it away",
         "codec  bytes/token  smaller  layer relative L2    cosine  worst channel",
     ]
     for result in report.codecs:

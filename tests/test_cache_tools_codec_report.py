@@ -64,6 +64,7 @@ def test_errors_are_those_of_decoded_states_without_first_tokens_on_other_sample
         comparison.measure(bits)
     report = comparison.report()
     assert (report.calibration_tokens, report.measured_tokens, report.measured_samples) == (200, 60, 2)
+    assert report.rows_per_token == 64 / 60
     rows = np.concatenate([bits[1:] for bits in measured])
     for result in report.codecs:
         if result.codec not in QUANTISED:
@@ -108,7 +109,7 @@ def test_the_command_prints_a_table_and_json_with_the_same_numbers(tmp_path: Pat
     path = make_store(tmp_path / "s", LENGTHS, hidden_size=HIDDEN).path
     lines = CliRunner().invoke(main, ["codecs", str(path)]).stdout.splitlines()
     facts = json.loads(CliRunner().invoke(main, ["codecs", str(path), "--json"]).stdout)
-    assert len(lines) == 2 + 2 + 3 * 2
+    assert len(lines) == 3 + 2 + 3 * 2
     for codec in facts["codecs"]:
         line = next(line for line in lines if line.startswith(codec["codec"]))
         assert f"{codec['bytes_per_token']:,.0f}" in line and f"{codec['ratio']:.2f}x" in line
