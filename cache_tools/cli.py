@@ -94,6 +94,25 @@ def show(store: Path, sample: int, as_json: bool) -> None:
         click.echo(_marked(text))
 
 
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path), metavar="STORE|TARGET")
+@_json_flag
+def codecs(store: Path, as_json: bool) -> None:
+    """What each codec would cost and lose on the hidden states of STORE, which must be lossless (bf16 or raw).
+
+    Measured on at most 64 samples, with channel scales from 64 others. For the folder of a TARGET it says how to do
+    the same without a store.
+    """
+    from cache_tools import codec_report
+    from cache_tools.progress import progress_bar
+    from cache_tools.reader import Store
+
+    codec_report.require_store(store)
+    with progress_bar(total=None, unit="samples", desc="codecs") as progress:
+        report = codec_report.compare_in_store(Store.open(store), progress)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(codec_report.table_lines(report)))
+
+
 def _unfinished(path: Path) -> str:
     """What a sound store still lacks; empty for a complete one."""
     from cache_tools.reader import Store

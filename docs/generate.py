@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from cache_tools.settings import field_docs, flag_name, is_required, shown_default
-from precompute.config import PrecomputeConfig
+from precompute.config import CodecsConfig, PrecomputeConfig
 from train.config import EvalConfig, TrainConfig
 
 SETTINGS = Path(__file__).resolve().parent / "settings.md"
@@ -17,6 +17,7 @@ wins over the file, the file over the default. An unknown key is an error. This 
 """
 COMMANDS = (
     ("dflash-precompute plan | run | repair", PrecomputeConfig),
+    ("dflash-precompute codecs", CodecsConfig),
     ("dflash-train run", TrainConfig),
     ("dflash-train eval", EvalConfig),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cache_tools.settings import CommandGroup, config_options
-from precompute.config import PrecomputeConfig
+from precompute.config import CodecsConfig, PrecomputeConfig
 
 
 @click.group(cls=CommandGroup)
@@ -64,6 +64,18 @@ def repair(config: PrecomputeConfig, as_json: bool) -> None:
 
     summary = asdict(repair_store(config))
     click.echo(json.dumps(summary, indent=2) if as_json else _repair_text(summary))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+@config_options(CodecsConfig)
+def codecs(config: CodecsConfig, as_json: bool) -> None:
+    """Run the target on a few samples and show what each codec would cost and lose. Writes nothing."""
+    from cache_tools.codec_report import table_lines
+    from precompute.codecs import compare_codecs
+
+    report = compare_codecs(config)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(table_lines(report)))
 
 
 def _plan_text(report: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,3 +119,39 @@ class PrecomputeConfig:
             "limit": self.limit,
             "shard_mb": self.shard_mb,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecsConfig:
+    """What to measure codecs on: a target's hidden states of the first usable rows of the data."""
+
+    target: Path
+    """Folder of the target model: config.json, tokenizer and weights."""
+
+    data: tuple[Path, ...]
+    """Conversations, as for `run`."""
+
+    num_draft_layers: int = 5
+    """Layers of the drafter to be trained; decides which target layers are tapped unless --layer-ids is given."""
+
+    layer_ids: tuple[int, ...] | None = None
+    """0-based target layers to measure, ascending."""
+
+    max_length: int = 4096
+    """Tokens after which a sample is cut off."""
+
+    template_args: tuple[str, ...] = ()
+    """Variables for the chat template as NAME=JSON, for example enable_thinking=false."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision in which the target runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the target runs; auto takes the first GPU if there is one."""
+
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of the target."""
+
+    def sample_settings(self, limit: int) -> PrecomputeConfig:
+        """Settings that give the first `limit` samples. Raises ConfigError for impossible ones."""
+        return PrecomputeConfig(**{field.name: getattr(self, field.name) for field in fields(self)}, limit=limit)

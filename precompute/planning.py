@@ -94,18 +94,8 @@ def plan(config: PrecomputeConfig) -> Plan:
     target = read_target(config)
     sources = find_sources(config.data)
     hashes = hash_sources(sources, config.threads)
-    rules = TokenRules(
-        vocab_size=target.spec.vocab_size,
-        loss_on=config.loss_on,
-        max_length=config.max_length,
-        on_long=config.on_long,
-        min_supervised=config.min_supervised,
-        template_args=parse_template_args(config.template_args),
-    )
-    tokenised = tokenise(sources, RowTokenizer(target.tokenizer, rules), config.limit)
-    _require_samples(tokenised)
+    tokenised = usable_samples(config, target, sources)
     lengths = tokenised.samples.length
-    _check_positions(int(lengths.max()), target, config)
     shard_rows = default_shard_rows(
         target.spec.hidden_size, int(lengths.max()), config.chunk_rows, config.shard_mb * _MB
     )
@@ -133,6 +123,25 @@ def plan(config: PrecomputeConfig) -> Plan:
         ),
     )
     return Plan(manifest, layout, tokenised, _store_files(config.target, tokenised))
+
+
+def usable_samples(config: PrecomputeConfig, target: PlannedTarget, sources: list[SourceFile]) -> Tokenised:
+    """The samples that the data gives with these settings, one or more.
+
+    Raises DataError when no row is usable, TargetError when a sample is too long for the target.
+    """
+    rules = TokenRules(
+        vocab_size=target.spec.vocab_size,
+        loss_on=config.loss_on,
+        max_length=config.max_length,
+        on_long=config.on_long,
+        min_supervised=config.min_supervised,
+        template_args=parse_template_args(config.template_args),
+    )
+    tokenised = tokenise(sources, RowTokenizer(target.tokenizer, rules), config.limit)
+    _require_samples(tokenised)
+    _check_positions(int(tokenised.samples.length.max()), target, config)
+    return tokenised
 
 
 def manifest_now(config: PrecomputeConfig, stored: Manifest) -> Manifest:

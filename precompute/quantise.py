@@ -43,7 +43,9 @@ def quantise(codec: str, states: Tensor, channel_scale: Tensor) -> dict[str, Ten
         from precompute import quantise_kernel
 
         if quantise_kernel.fits(codec, states.shape[1]):
-            return quantise_kernel.quantise(codec, states, channel_scale)
+            result = empty_parts(codec, states)
+            quantise_kernel.quantise_into(codec, states, channel_scale, result)
+            return result
     return quantise_torch(codec, states, channel_scale)
 
 

@@ -6,13 +6,14 @@ exactly, so the bytes are those of the numpy reference.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cache_tools.quantise import GROUP_SIZE, INT4_CANDIDATES
-from precompute.quantise import empty_parts
 
 _GROUP = tl.constexpr(GROUP_SIZE)
 _FIRST_STEP, _LAST_STEP = tl.constexpr(INT4_CANDIDATES[0]), tl.constexpr(INT4_CANDIDATES[-1])
@@ -27,14 +28,13 @@ def fits(codec: str, hidden_size: int) -> bool:
     return codec != "int4" or hidden_size % (2 * GROUP_SIZE) == 0
 
 
-def quantise(codec: str, states: Tensor, channel_scale: Tensor) -> dict[str, Tensor]:
-    """As `precompute.quantise.quantise`, for a hidden size that `fits`."""
+def quantise_into(codec: str, states: Tensor, channel_scale: Tensor, result: Mapping[str, Tensor]) -> None:
+    """Fills `result`, contiguous; the rest as in `precompute.quantise.quantise`, for a hidden size that `fits`."""
     num_rows, hidden_size = states.shape
     assert fits(codec, hidden_size) and states.stride(1) == 1 and channel_scale.is_contiguous()
-    result = empty_parts(codec, states)
     inputs = (states.view(torch.int16), states.stride(0), channel_scale)
     if num_rows == 0:
-        return result
+        return
     if codec == "int4":
         num_groups = hidden_size // (2 * GROUP_SIZE)
         _int4_rows[(num_rows,)](
@@ -56,7 +56,6 @@ def quantise(codec: str, states: Tensor, channel_scale: Tensor) -> dict[str, Ten
             FP8=codec == "fp8",
             num_warps=8,
         )
-    return result
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -13,10 +13,10 @@ import zarr
 from numpy.typing import NDArray
 
 from cache_tools.codec_names import Codec
-from cache_tools.codecs import bf16_to_float32, float32_to_bf16_bits
+from cache_tools.codecs import float32_to_bf16_bits
 from cache_tools.errors import StoreError
 from cache_tools.integrity import verify
-from cache_tools.quantise import GROUP_SIZE, QUANTISED, decode, encode
+from cache_tools.quantise import GROUP_SIZE, QUANTISED, decode, encode, parts
 from cache_tools.reader import Store
 from cache_tools.seals import SCALES_SEAL
 from cache_tools.synthetic import make_scales, make_store, sample_states
@@ -79,21 +79,38 @@ def first_row(store: Store, sample: int) -> int:
     return store.shard_of(sample) * store.manifest.layout.samples_per_shard + len(before)
 
 
-def test_the_arithmetic_in_the_attributes_gives_the_values(codec: Codec, tmp_path: Path) -> None:
+def by_zarr(store: Store, name: str) -> tuple[NDArray[Any], str]:
+    """All rows of one of layer 1's arrays, and the arithmetic in its attributes."""
+    array: Any = zarr.open_group(str(store.path), mode="r")[f"hidden/1/{name}"]
+    return array[:], array.attrs.get("arithmetic", "")
+
+
+def by_tensorstore(store: Store, name: str) -> tuple[NDArray[Any], str]:
+    spec = {"driver": "zarr3", "kvstore": f"file://{store.path}/hidden/1/{name}/"}
+    array = tensorstore.open(spec, open=True).result()
+    attributes = array.spec().to_json(include_defaults=True)["metadata"]["attributes"]
+    return np.asarray(array.read().result()), attributes.get("arithmetic", "")
+
+
+@pytest.mark.parametrize("reader", [by_zarr, by_tensorstore])
+def test_the_arithmetic_in_the_attributes_gives_exactly_what_decode_gives(
+    codec: Codec, reader: Any, tmp_path: Path
+) -> None:
     store = quantised(tmp_path / "s", codec)
-    group = zarr.open_group(str(store.path), mode="r")
-    arrays: dict[str, Any] = {name: array[:] for name, array in group["hidden/1"].arrays()}  # type: ignore[union-attr]
-    arithmetic: Any = group["hidden/1/codes"].attrs["arithmetic"]
-    codes = arrays["codes"]
-    names = {**arrays, "concatenate": np.concatenate, "repeat": np.repeat}
-    if codec == "fp8":
-        names["codes"] = codes.view(ml_dtypes.float8_e4m3fn)
-        arithmetic = arithmetic.replace(".view('float8_e4m3fn')", "")
-    values = eval(arithmetic, {"__builtins__": {}}, names)
+    read = {name: reader(store, name) for name in (*parts(codec, HIDDEN), "channel_scale")}
+    assert {line for name, (_, line) in read.items() if name != "channel_scale"} == {store.manifest.arithmetic}
+    names = {name: values for name, (values, _) in read.items()} | {
+        "concatenate": np.concatenate,
+        "repeat": np.repeat,
+    }
+    assert ml_dtypes.float8_e4m3fn  # gives numpy the type that the line names
+    values = eval(store.manifest.arithmetic, {"__builtins__": {}}, names)
+    assert values.dtype == np.float32
     for sample in range(store.num_samples):
         start, length = int(store.samples.start[sample]), int(store.samples.length[sample])
-        read = bf16_to_float32(store.read_hidden(sample, [1])[1:, 0])
-        np.testing.assert_allclose(values[start + 1 : start + length], read, rtol=2**-8)
+        encoded = store.read_parts(sample, 1)
+        decoded = decode(codec, encoded, store.channel_scales[1])
+        assert np.array_equal(values[start : start + length], decoded)
 
 
 def test_equal_contents_give_equal_bytes(codec: Codec, tmp_path: Path) -> None:
