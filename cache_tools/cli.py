@@ -151,6 +151,7 @@ def packs(
     """Compare ways to batch the samples of STORE: how full, how random, how well balanced.
 
     Random order has z_var 1, ks 0.84, lag1 0, no period, co_occurrence 1. A z_var of 20 means batches sorted by length.
+    With fewer than ten samples in a batch, or only a few different lengths, compare z_var with that of next-fit.
     """
     from cache_tools import pack_report
     from cache_tools.progress import progress_bar

@@ -43,7 +43,8 @@ class PackStatistics:
     packs: float
     """Packs per epoch."""
     z_var: float
-    """Variance of z; 1 for random samples."""
+    """Variance of z; 1 for random samples, ten or more in a pack. Of fewer, or of few different lengths, a pack that
+    is full has few mixtures to choose from, and next-fit is the reference: 0.9 to 1.04 for four."""
     ks: float
     """Mean of sqrt(n) * Kolmogorov-Smirnov distance of a pack's lengths from all lengths; 0.84 for random samples."""
     lag1: float | None

@@ -106,12 +106,16 @@ def sorted_static(lengths: Ints, token_budget: int, seed: int, epoch: int) -> Ep
     return _shuffled(packs, seed, epoch)
 
 
+def megabatch_samples(lengths: Ints, token_budget: int, megabatch_packs: int = MEGABATCH_PACKS) -> int:
+    """How many samples of these lengths, [n], a megabatch of `sorted_chunks` holds: so many packs without padding."""
+    return max(1, megabatch_packs * token_budget * len(lengths) // int(lengths.sum()))
+
+
 def sorted_chunks(
     lengths: Ints, token_budget: int, seed: int, epoch: int, *, megabatch_packs: int = MEGABATCH_PACKS
 ) -> EpochPacks:
     """Shuffle, cut into megabatches worth some packs, sort each, longest first, and cut it into batches."""
-    n = len(lengths)
-    chunk = max(1, megabatch_packs * token_budget * n // int(lengths.sum()))
+    n, chunk = len(lengths), megabatch_samples(lengths, token_budget, megabatch_packs)
     samples = _random_order(n, seed, epoch)
     samples = samples[np.lexsort((-lengths[samples], np.arange(n) // chunk))]
     starts = range(0, n, chunk)

@@ -65,6 +65,18 @@ def test_a_store_is_compared_without_its_rejected_samples(tmp_path: Path) -> Non
     assert report["strategies"]["global"]["packs"] == 2
 
 
+def test_budget_and_epochs_are_obeyed(lengths_file: Path) -> None:
+    def found(*arguments: object) -> dict[str, float | None]:
+        report = json.loads(run("--lengths", lengths_file, "--strategy", "global", "--json", *arguments).stdout)
+        values: dict[str, float | None] = report["strategies"]["global"]
+        return values
+
+    usual, half, once = found(), found("--token-budget", 24_576), found("--epochs", 1)
+    assert usual["packs"] is not None and half["packs"] is not None
+    assert half["packs"] == pytest.approx(2 * usual["packs"], rel=0.02)
+    assert usual["co_occurrence"] is not None and once["co_occurrence"] is None
+
+
 def test_picture_is_drawn(lengths_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = run("--lengths", lengths_file, "--plot", tmp_path / "a.png")

@@ -306,6 +306,22 @@ def test_other_errors_reach_the_consumer_as_they_are(
     assert caught.value is error
 
 
+def test_the_plan_is_computed_in_the_background_and_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PackPlan.step
+    planned: list[tuple[str, int]] = []
+
+    def step(plan: PackPlan, cursor: PackCursor) -> Any:
+        planned.append((threading.current_thread().name, cursor.step))
+        return original(plan, cursor)
+
+    monkeypatch.setattr(PackPlan, "step", step)
+    with make_loader(store, prefetch_bytes=6 * PACK_BYTES) as loader:
+        read(loader, 1)
+        assert _wait_until(lambda: len(planned) >= 3)  # what is delivered and two steps more
+    assert {name for name, _ in planned} == {"loader-planner"}
+    assert [number for _, number in planned] == list(range(len(planned)))
+
+
 def test_an_error_of_the_planner_comes_after_the_steps_it_planned(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
