@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN, VOCAB, BLOCK_SIZE, NUM_TEACHER_ROWS, NUM_LISTED = 32, 16_384, 8, 2_048, 32
-ANCHORS = (64, 256, 1_024)
+ANCHORS = (128, 512, 1_024)
 KINDS = ("ce", "kl-topk", "kl-hidden")
 MAX_COPIES = 6
-"""Copies of the hidden states that may live at once: gathered rows, kept gradient, its weighted copy, scattered, spare."""
+"""Copies of the hidden states that may live at once: gathered; gradient as kept, weighted, scattered; some spare."""
 
 
 def main() -> None:
