@@ -175,7 +175,7 @@ def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
         teacher_top = teacher.max(dim=1).values
         teacher_total = teacher.sub_(teacher_top[:, None]).exp_().sum(dim=1)
         lse = teacher_top + teacher_total.log()
-        gap = torch.linalg.vecdot(teacher.div_(teacher_total[:, None]), difference)
+        gap = difference.mul_(teacher.div_(teacher_total[:, None])).sum(dim=1)
         del difference
     total = logits.sub_(top[:, None]).exp_().sum(dim=1)
     return Statistics(top, total, best, lse, gap)
