@@ -11,7 +11,10 @@ from test_train_loop import LENGTHS, losses, run, settings
 
 from cache_tools.synthetic import make_store
 from train.attention import BlockLayout, attend
+from train.batches import TeacherRows
 from train.objective import OutputHead, block_loss
+from train.target_parts import FinalNorm
+from train.teacher import BlockTeacher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,16 +47,33 @@ def test_flex_attention_and_its_gradients_equal_dense_attention(window: int | No
         torch.testing.assert_close(gradient.cpu().double(), reference, atol=5e-3, rtol=5e-3)
 
 
-def test_loss_and_gradient_equal_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("teacher", ["none", "hidden", "topk"])
+@pytest.mark.parametrize("streak_aware", [False, True])
+def test_loss_and_gradient_equal_those_of_the_cpu(teacher: str, streak_aware: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 8, 32, generator=generator)
     head = torch.randn(500, 32, generator=generator)
     labels = torch.randint(0, 500, (6, 8), generator=generator)
     weights = torch.rand(6, 8, generator=generator)
+    says = torch.randn(48, 32, generator=generator)
+    top = (says @ head.T).log_softmax(-1).topk(20)
+    rows = TeacherRows(None, top.indices.int(), top.values) if teacher == "topk" else TeacherRows(says)
     results = []
     for device in ("cpu", "cuda"):
         leaf = hidden.to(device).requires_grad_()
-        output = block_loss(leaf, labels.to(device), weights.to(device), OutputHead(head.to(device)))
+        output = block_loss(
+            leaf,
+            labels.to(device),
+            weights.to(device),
+            OutputHead(head.to(device)),
+            teacher=BlockTeacher(
+                rows.to(torch.device(device)),
+                torch.arange(48, device=device).view(6, 8),
+                FinalNorm(torch.ones(32, device=device), 1e-6, adds_one=False),
+            ),
+            kl_weight=0.0 if teacher == "none" else 0.7,
+            streak_aware=streak_aware,
+        )
         (gradient,) = torch.autograd.grad(output.loss, leaf)
         results.append((float(output.loss.detach()), gradient.cpu()))
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from test_train_loop import settings
 from torch import Tensor
 
 from cache_tools.errors import ConfigError, StoreError
+from cache_tools.reader import Store
 from cache_tools.synthetic import make_store
 from train.batches import Pack, StepBatch, TeacherRows
 from train.loop import train, train_step
@@ -73,16 +73,17 @@ def test_a_store_without_teacher_refuses_kl_before_anything_is_written(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_restricted_head_refuses_listed_tokens_only() -> None:
-    def check(kind: str, **changes: Any) -> None:
-        store: Any = SimpleNamespace(path="s.zarr", manifest=SimpleNamespace(teacher=kind))
-        require_teacher(settings(Path("s.zarr"), Path("run"), **changes), store)
+def test_a_restricted_head_refuses_listed_tokens_only(tmp_path: Path) -> None:
+    def check(teacher: str, **changes: Any) -> None:
+        path = tmp_path / teacher
+        store = Store.open(path) if path.exists() else make_store(path, [20] * 2, teacher=teacher)
+        require_teacher(settings(path, tmp_path / "run", **changes), store)
 
     check("none", loss_vocab="seen")
     check("hidden", kl_weight=1.0, loss_vocab="seen")
-    check("topk", kl_weight=1.0)
+    check("topk:4", kl_weight=1.0)
     with pytest.raises(ConfigError, match="--loss-vocab"):
-        check("topk", kl_weight=1.0, loss_vocab="seen")
+        check("topk:4", kl_weight=1.0, loss_vocab="seen")
 
 
 def with_teacher(state: TrainingState, batch: StepBatch, num_listed: int | None) -> StepBatch:
@@ -101,10 +102,9 @@ def with_teacher(state: TrainingState, batch: StepBatch, num_listed: int | None)
 
 @pytest.mark.parametrize("num_listed", [None, 8])
 def test_a_run_with_kl_alone_learns_what_the_teacher_says_and_not_the_data(
-    tmp_path: Path, num_listed: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_listed: int | None
 ) -> None:
-    monkeypatch.setattr("train.state.require_teacher", lambda *_: None)
-    make_store(tmp_path / "s.zarr", [16] * 4)
+    make_store(tmp_path / "s.zarr", [16] * 4, teacher="hidden" if num_listed is None else f"topk:{num_listed}")
     config = settings(
         tmp_path / "s.zarr", tmp_path / "run", kl_weight=1.0, anchors_per_step=64, slot_weights="dpace", steps=60
     )
@@ -124,10 +124,9 @@ def test_a_run_with_kl_alone_learns_what_the_teacher_says_and_not_the_data(
 
 
 def test_a_loader_that_forgets_the_teacher_is_a_programmers_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("train.state.require_teacher", lambda *_: None)
-    make_store(tmp_path / "s.zarr", [16] * 4)
+    make_store(tmp_path / "s.zarr", [16] * 4, teacher="hidden")
     state = prepare(settings(tmp_path / "s.zarr", tmp_path / "run", kl_weight=1.0), lambda _: None)
     anchors: Tensor = torch.tensor([1])
     with pytest.raises(AssertionError, match="teacher"):

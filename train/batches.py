@@ -16,7 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """What the target says after each row of a pack, in one of two forms: row t is about the token at t + 1."""
+    """What the target says after each row of a pack, in one of two forms: row t is about the token at t + 1.
+
+    Rows before a token that is not supervised may mean nothing.
+    """
 
     hidden: Tensor | None = None
     """bfloat16 [T, H], output of the target's last layer, before its final norm."""

@@ -78,12 +78,12 @@ class Kernels:
     """One way to compute what is of size R x V."""
 
     statistics: Callable[[Tensor, Tensor | None], Statistics]
-    """(logits, teacher's logits) [R, V] -> sums; it may leave something else in the place of the logits."""
+    """(logits, teacher's logits) [R, V] -> sums; it may leave something else in the place of both."""
     gradient_: Callable[[Tensor, Statistics, Tensor, Tensor, Tensor | None, float], None]
-    """(what is left of the logits, sums, scale [R], labels [R], teacher's logits, kl_weight): makes it
-    exp(z - top) * scale - (1 - kl_weight) [v = label] - kl_weight * softmax(teacher's logits)."""
+    """(what is left of the logits, sums, scale [R], labels [R], what is left of the teacher's, kl_weight): writes
+    exp(z - top) * scale - (1 - kl_weight) [v = label] - kl_weight * softmax(teacher's logits) to the first."""
     float32_only: bool
-    """The logits must be float32."""
+    """Both must be float32."""
 
 
 def row_losses(
@@ -97,9 +97,9 @@ def row_losses(
 ) -> RowLosses:
     """Losses of rows: logits [R, V] (used up), labels int64 [R]; without a teacher `kl_weight` must be 0."""
     assert teacher is not None or kl_weight == 0
-    if kernels.float32_only:
-        logits = logits.float()
     full = teacher.logits if teacher is not None else None
+    if kernels.float32_only:
+        logits, full = logits.float(), full.float() if full is not None else None
     label_logits = logits.gather(1, labels[:, None]).squeeze(1).float()
     listed = _Listed.take(logits, teacher) if teacher is not None and teacher.ids is not None else None
     sums = kernels.statistics(logits, full)
@@ -166,27 +166,34 @@ class _Listed:
 
 
 def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
-    """Sums over float32 logits [R, V], which become exp(z - top), and teacher's logits [R, V]."""
+    """See `Kernels`; the logits become exp(z - top), the teacher's become probabilities."""
     top, best = logits.max(dim=1)
     top = top.clamp_min(_LOWEST)
     lse = gap = None
     if teacher is not None:
-        wide = teacher.float()
-        lse = wide.logsumexp(dim=1)
-        gap = ((wide - lse[:, None]).exp() * (wide - logits)).sum(dim=1)
+        difference = teacher - logits
+        teacher_top = teacher.max(dim=1).values
+        teacher_total = teacher.sub_(teacher_top[:, None]).exp_().sum(dim=1)
+        lse = teacher_top + teacher_total.log()
+        gap = difference.mul_(teacher.div_(teacher_total[:, None])).sum(dim=1)
+        del difference
     total = logits.sub_(top[:, None]).exp_().sum(dim=1)
     return Statistics(top, total, best, lse, gap)
 
 
 def _gradient_(
-    logits: Tensor, sums: Statistics, scale: Tensor, labels: Tensor, teacher: Tensor | None, kl_weight: float
+    exponentials: Tensor,
+    _: Statistics,
+    scale: Tensor,
+    labels: Tensor,
+    probabilities: Tensor | None,
+    kl_weight: float,
 ) -> None:
-    """See `Kernels`; the logits are exp(z - top) by now."""
-    logits.mul_(scale[:, None])
-    if teacher is not None:
-        assert sums.teacher_lse is not None
-        logits.sub_((teacher.float() - sums.teacher_lse[:, None]).exp_(), alpha=kl_weight)
-    logits[torch.arange(len(labels), device=labels.device), labels] -= 1 - kl_weight
+    """See `Kernels`, and `_statistics` for what it left."""
+    exponentials.mul_(scale[:, None])
+    if probabilities is not None:
+        exponentials.sub_(probabilities, alpha=kl_weight)
+    exponentials[torch.arange(len(labels), device=labels.device), labels] -= 1 - kl_weight
 
 
 PLAIN = Kernels(_statistics, _gradient_, float32_only=True)

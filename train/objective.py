@@ -244,6 +244,7 @@ class _SlicedLoss(torch.autograd.Function):
                 loss[rows], nll[rows], best[rows] = losses.loss, losses.nll, losses.best
                 if gradient is not None and losses.gradient is not None:
                     gradient[rows] = (losses.gradient.to(weight.dtype) @ weight).to(gradient.dtype)
+                del losses  # or this slice would live on beside the logits of the next one
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.rows_per_slice = rows_per_slice

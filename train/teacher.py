@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cache_tools.errors import ConfigError, StoreError
 from cache_tools.reader import Store
+from cache_tools.teacher import Teacher
 from train.batches import TeacherRows
 from train.config import TrainConfig
 from train.loss_rows import SliceTeacher
@@ -60,14 +61,14 @@ def require_teacher(config: TrainConfig, store: Store) -> None:
     cannot follow it."""
     if config.kl_weight == 0:
         return
-    kind = getattr(store.manifest, "teacher", "none")
+    kind = Teacher.parse(store.manifest.teacher).kind
     if kind == "none":
         raise StoreError(
             "the store holds nothing of the target's distribution to learn from",
             where=store.path,
             got=f"--kl-weight {config.kl_weight}",
             expected="a store with the target's last hidden state or its top-k tokens",
-            fix="precompute such a store, or train with --kl-weight 0",
+            fix="precompute one with --teacher hidden or --teacher topk:K, or train with --kl-weight 0",
         )
     if kind == "topk" and config.loss_vocab != "full":
         raise ConfigError(
