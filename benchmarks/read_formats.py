@@ -59,10 +59,10 @@ class Data:
 def make_data(path: Path, num_tokens: int, states: Store, seed: int) -> Data:
     """Real hidden states of a smaller target, documents side by side until a row is as wide as a 27B target's.
 
-    Lengths are lognormal around 500 tokens.
+    Lengths are lognormal, 1,000 tokens on average.
     """
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(500), 0.75, num_tokens // 64), 32, 8192).astype(np.int64)
+    lengths = np.clip(rng.lognormal(np.log(755), 0.75, num_tokens // 64), 32, 8192).astype(np.int64)
     lengths = lengths[: max(int(np.searchsorted(np.cumsum(lengths), num_tokens)), 1)]
     rows_per_shard = default_shard_rows(HIDDEN_SIZE, int(lengths.max()), DEFAULT_CHUNK_ROWS)
     lengths = plan_layout(lengths, chunk_rows=DEFAULT_CHUNK_ROWS, shard_rows=rows_per_shard).length

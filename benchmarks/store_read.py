@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--states", type=Path, required=True, help="a store with hidden states of five layers or more")
     parser.add_argument("--work", type=Path, help="folder on the disk to measure; a temporary one by default")
     parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--tokens", type=int, default=16384, help="about how many tokens to write in each format")
+    parser.add_argument("--tokens", type=int, default=20000, help="about how many tokens to write in each format")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cold-threads", type=int, default=2, help="threads of each process when cold; one when warm")

@@ -9,30 +9,35 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def cached_share(paths: Iterable[Path]) -> float:
-    """Share of the files' bytes that are in the page cache, 0 to 1. Raises OSError.
+def resident(mapped: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which of the pages that these mapped bytes touch are in the page cache.
 
-    The kernel tells only owners, and whoever may write: to others all pages seem to be cached.
+    The kernel says so only to the owner of the file; to others all pages seem to be there. Raises OSError.
     """
+    address = int(mapped.__array_interface__["data"][0])
+    begin = address - address % mmap.PAGESIZE
+    pages = np.zeros(-(-(address + len(mapped) - begin) // mmap.PAGESIZE), np.uint8)
+    where, length = ctypes.c_void_p(begin), ctypes.c_size_t(address + len(mapped) - begin)
+    if _libc.mincore(where, length, ctypes.c_void_p(pages.ctypes.data)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return (pages & 1).astype(np.bool_)
+
+
+def cached_share(paths: Iterable[Path]) -> float:
+    """Share of the files' bytes that are in the page cache, 0 to 1; for files of one's own. Raises OSError."""
     cached = total = 0
     for path in paths:
-        size = path.stat().st_size
-        if size == 0:
+        if path.stat().st_size == 0:
             continue
-        resident = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
-            view = np.frombuffer(pages, np.uint8)
-            where, length = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size)
-            failed = _libc.mincore(where, length, ctypes.c_void_p(resident.ctypes.data))
-            del view  # or the map cannot be closed
-        if failed:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-        cached += int((resident & 1).sum())
-        total += len(resident)
+        with open(path, "rb") as file:
+            pages = resident(np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8))
+        cached += int(pages.sum())
+        total += len(pages)
     return cached / max(total, 1)
 
 

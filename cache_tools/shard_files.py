@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from contextlib import suppress
@@ -14,17 +13,14 @@ from numpy.typing import NDArray
 from cache_tools.arrays import ArraySpec
 from cache_tools.codecs import CRC_BYTES, ChunkError, checked_content
 from cache_tools.files import reading
+from cache_tools.page_cache import resident
 
 MISSING = np.uint64(2**64 - 1)
 INDEX_ENTRY_BYTES = 16
 MOST_OPEN = 128
 """Shard files that a store keeps open: two descriptors each (one is the map's), and 16 bytes per chunk."""
 
-_MADV_POPULATE_READ = 22  # Linux 5.14; not yet in Python's mmap module
-_PROBE_BYTES = 2**20
-_MOST_BUFFERS = 512  # of one preadv; the kernel takes 1024
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_MOST_BUFFERS = 1024  # of one preadv
 
 
 class OpenShard:
@@ -35,11 +31,8 @@ class OpenShard:
         self.descriptor = _open(path)
         with reading(path):
             self.index = read_index(self.descriptor, array)
-            # Samples are read whole and in random order: what lies behind one is not what comes next.
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self._map: NDArray[np.uint8] | None = None
-        self._address = 0
-        self._can_map = hasattr(os, "RWF_NOWAIT")
+        self._can_map = True
 
     def __del__(self) -> None:
         if (descriptor := getattr(self, "descriptor", None)) is not None:
@@ -51,41 +44,22 @@ class OpenShard:
         What is not there had better be read with `preadv`: faults fetch little at a time, and when the disk fails
         they end the process where `preadv` raises OSError.
         """
-        if not self._can_map or not self._is_cached(offset, num_bytes):
-            return None
-        if self._map is None and not self._make_map():
+        if not self._can_map or (self._map is None and not self._make_map()):
             return None
         assert self._map is not None
-        start = offset - offset % mmap.PAGESIZE
-        # Faults the pages in at once, and fails where touching one would be fatal. Lets other threads run meanwhile.
-        length = ctypes.c_size_t(offset + num_bytes - start)
-        if _libc.madvise(ctypes.c_void_p(self._address + start), length, _MADV_POPULATE_READ) != 0:
+        if offset + num_bytes > len(self._map) or not resident(self._map[offset : offset + num_bytes]).all():
             return None
         return self._map[offset : offset + num_bytes]
 
-    def _is_cached(self, offset: int, num_bytes: int) -> bool:
-        """True when one byte of every megabyte, and the last, are in the page cache."""
-        probe = bytearray(1)
-        try:
-            return all(
-                os.preadv(self.descriptor, [probe], at, os.RWF_NOWAIT) == 1
-                for at in (*range(offset, offset + num_bytes, _PROBE_BYTES), offset + num_bytes - 1)
-            )
-        except BlockingIOError:
-            return False
-        except OSError:  # the file system cannot tell
-            self._can_map = False
-            return False
-
     def _make_map(self) -> bool:
+        """False where there can be none, or where the kernel does not say which pages are there."""
         try:
-            pages = mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ)
+            if os.fstat(self.descriptor).st_uid == os.geteuid():
+                self._map = np.frombuffer(mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ), np.uint8)
         except (OSError, ValueError):  # no maps on this file system, no address space, or the file is empty now
-            self._can_map = False
-            return False
-        values = np.frombuffer(pages, np.uint8)
-        self._map, self._address = values, values.ctypes.data
-        return True
+            pass
+        self._can_map = self._map is not None
+        return self._can_map
 
 
 class ShardFiles:

@@ -29,7 +29,7 @@ from cache_tools.shard_files import (
     read_scattered,
 )
 
-_PIECE_BYTES = np.uint64(8 * 2**20)
+_PIECE_BYTES = np.uint64(16 * 2**20)
 _PROCESSOR_CACHE_BYTES = 512 * 1024
 
 
@@ -110,7 +110,7 @@ class ShardedArray:
     """Reads rows of one array directly from its files, in few large pieces, straight into the caller's buffer.
 
     What the page cache holds is decoded from there; the rest is read with `preadv`. Nothing but the arrays of one
-    chunk and of one piece (8 MB) is allocated, once per thread. Safe to use from many threads and after a fork.
+    chunk and of one piece (16 MB) is allocated, once per thread. Safe to use from many threads and after a fork.
     """
 
     def __init__(self, root: Path, array: ArraySpec, files: ShardFiles | None = None) -> None:
@@ -212,10 +212,13 @@ class ShardedArray:
         if len(out) == self.array.chunk_rows and out.flags.c_contiguous:
             self._codec.decode(encoded, out)
             return
-        chunk = getattr(self._buffers, "chunk", None)
-        if chunk is None:
-            chunk = self._buffers.chunk = np.empty(self.array.chunk_shape, dtype=self.array.dtype)
-        self._codec.decode(encoded, chunk)
+        if self._codec.compressed:
+            chunk = getattr(self._buffers, "chunk", None)
+            if chunk is None:
+                chunk = self._buffers.chunk = np.empty(self.array.chunk_shape, dtype=self.array.dtype)
+            self._codec.decode(encoded, chunk)
+        else:
+            chunk = self._codec.view(encoded, self.array.chunk_shape, self.array.dtype)
         out[...] = chunk[skipped : skipped + len(out)]
 
     def _bytes(self, shard: OpenShard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
