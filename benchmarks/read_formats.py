@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_tools.codecs import Codec
+from cache_tools.codec_names import Codec
 from cache_tools.layout import DEFAULT_CHUNK_ROWS, default_shard_rows, plan_layout
 from cache_tools.manifest import TargetAttributes
 from cache_tools.quantise import ChannelCalibration

@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def resident(mapped: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Which of the pages that these mapped bytes touch are in the page cache.
 
-    The kernel says so only to the owner of the file; to others all pages seem to be there. Raises OSError.
+    The kernel says so only to the owner of the file (`can_tell`); to others all seem to be there. Raises OSError.
     """
     address = int(mapped.__array_interface__["data"][0])
     begin = address - address % mmap.PAGESIZE
@@ -26,6 +26,11 @@ def resident(mapped: NDArray[np.uint8]) -> NDArray[np.bool_]:
     if _libc.mincore(where, length, ctypes.c_void_p(pages.ctypes.data)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return (pages & 1).astype(np.bool_)
+
+
+def can_tell(path: Path) -> bool:
+    """Whether `resident` tells the truth about this file. Raises OSError."""
+    return path.stat().st_uid == os.geteuid()
 
 
 def cached_share(paths: Iterable[Path]) -> float:
