@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from read_costs import cost_line, read_costs
 from read_formats import BYTES_PER_TOKEN, FORMATS, Data, ReadSample, by_memory_map, make_data
 
 from cache_tools import page_cache
@@ -83,14 +84,15 @@ def main() -> None:
             FORMATS[name].write(work / name, data)
             print(f"  {name}: {time.perf_counter() - begin:.0f} s", flush=True)
         os.sync()
+        costs = {codec: read_costs(work / codec) for codec in ("raw", "bf16") if codec in arguments.formats}
         results = measure_all(arguments, work, data)
         opening = open_a_million(work)
-    lines = table(results)
-    print("\n".join([*lines, *verdicts(results), opening["text"]]))
+    profile = [cost_line(codec, steps) for codec, steps in costs.items()]
+    print("\n".join([*table(results), *verdicts(results), *profile, opening["text"]]))
     if arguments.json:
         settings = {name: str(value) for name, value in vars(arguments).items()}
         report = {"settings": settings, "samples": len(data.lengths), "tokens": int(data.lengths.sum())}
-        report |= {"results": [asdict(result) for result in results], "open": opening}
+        report |= {"results": [asdict(result) for result in results], "costs": costs, "open": opening}
         arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 

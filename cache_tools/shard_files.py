@@ -24,7 +24,10 @@ _MOST_BUFFERS = 1024  # of one preadv
 
 
 class OpenShard:
-    """One shard's file and index. Closed when nobody refers to it any more. Safe in threads and after a fork."""
+    """One shard's file and index. Closed when nobody refers to it any more. Safe in threads and after a fork.
+
+    Mapped pages show up as memory of the process; they are the page cache's, and the kernel takes them when it must.
+    """
 
     def __init__(self, path: Path, array: ArraySpec) -> None:
         """Raises ChunkError when the file is missing or its index damaged, StoreError when it cannot be read."""

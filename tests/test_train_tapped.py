@@ -120,3 +120,13 @@ def test_a_sample_that_cannot_be_read_is_zeros_in_every_part(store: Store, monke
             assert bool(found.any()) == (sample != 4)
             found_zeros += sample == 4
     assert found_zeros > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_makes_the_features_that_the_cpu_makes(store: Store) -> None:
+    scale = torch.linspace(0.5, 2.0, len(LAYERS) * HIDDEN)
+    for pack in packs_of(store, num_steps=3):
+        assert all(part.is_pinned() for part in pack.tapped.parts.values())
+        on_gpu = pack.tapped.to_features(torch.device("cuda"), torch.float32, scale.cuda())
+        torch.testing.assert_close(on_gpu.cpu(), pack.tapped.to_features(CPU, torch.float32, scale), rtol=1e-6, atol=0)
