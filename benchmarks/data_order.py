@@ -158,7 +158,7 @@ def held_out_loss(run: Path, store_path: Path) -> float:
             anchors = torch.from_numpy(
                 sample_anchors(*rows, seed=0, step=0, anchors_per_supervised=BLOCKS_PER_SUPERVISED)
             )
-            features = pack.features.to(state.compute_dtype) * state.feature_scale
+            features = pack.tapped.to_features(state.device, state.compute_dtype, state.feature_scale)
             tokens = block_tokens(anchors, pack.input_ids, config.block_size, config.mask_token_id)
             layout = BlockLayout(anchors, pack.cu_seqlens, config.block_size)
             hidden = state.drafter(state.embed(tokens), state.drafter.context(features), layout)

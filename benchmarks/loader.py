@@ -42,8 +42,8 @@ def plan_costs() -> dict[str, float]:
     """Seconds until the first step of a large plan is known, and for a whole epoch of packs; bytes of its state."""
     from cache_tools.packs import PackCursor, PackPlan
 
-    lengths = np.random.default_rng(0).lognormal(np.log(2000) - 0.75**2 / 2, 0.75, NUM_PLANNED_SAMPLES)
-    lengths = lengths.clip(100, 8192).astype(np.int64)
+    drawn = np.random.default_rng(0).lognormal(np.log(2000) - 0.75**2 / 2, 0.75, NUM_PLANNED_SAMPLES)
+    lengths = drawn.clip(100, 8192).astype(np.int64)
     began = time.perf_counter()
     plan = PackPlan(lengths, seed=0, token_budget=TOKEN_BUDGET, packs_per_step=8, supervised=lengths // 2)
     _, cursor = plan.step(PackCursor())

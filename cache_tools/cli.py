@@ -188,6 +188,50 @@ def packs(
         click.echo("\n".join(pack_report.table_lines(comparisons)))
 
 
+@main.command()
+@_store_argument
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, help="How long to read.  [default: 10]")
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=4, help="Threads, as --reader-threads in training.  [default: 4]"
+)
+@click.option("--token-budget", type=int, default=49152, help="Most tokens in a pack.  [default: 49152]")
+@click.option("--cold", is_flag=True, help="Drop the store's files from the page cache before.")
+@click.option(
+    "--gpu-tokens-per-second",
+    type=click.FloatRange(min=1),
+    default=20_000,
+    help="What one GPU trains. The default is arithmetic for a 27B target on an H100, not a measurement; training "
+    "prints what yours does.  [default: 20000]",
+)
+@_json_flag
+def bench(
+    store: Path,
+    seconds: float,
+    threads: int,
+    token_budget: int,
+    cold: bool,
+    gpu_tokens_per_second: float,
+    as_json: bool,
+) -> None:
+    """How fast this machine reads STORE in the order of training, and how many GPUs that feeds.
+
+    Reads whole samples, pack after pack of a global shuffle, for some seconds or until each was read once. It says how
+    much of the store the page cache holds: what fits into memory is faster than a disk.
+    """
+    from cache_tools.reader import Store
+    from cache_tools.reading_speed import measure, report_lines
+
+    speed = measure(
+        Store.open(store),
+        seconds=seconds,
+        num_threads=threads,
+        token_budget=token_budget,
+        cold=cold,
+        gpu_tokens_per_s=gpu_tokens_per_second,
+    )
+    click.echo(json.dumps(speed.to_dict(), indent=2) if as_json else "\n".join(report_lines(speed)))
+
+
 def _marked(text: SampleText) -> str:
     """The heading and the text of a sample, for people."""
     heading = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from cache_tools.seals import (
     rejected_list,
     shard_number,
 )
+from cache_tools.shard_files import ShardFiles
 from cache_tools.shards import ShardedArray
 
 
@@ -96,12 +97,13 @@ class Store:
         self.has_scales = not scale_arrays(manifest) or (path / SCALES_SEAL).exists()
         self.rejections = {item.sample: item for item in _rejections(path, self.sealed)}
         self.samples = SampleTable(path, manifest)
-        self._ids, self._mask = (ShardedArray(path, array) for array in token_arrays(manifest))
+        files = ShardFiles()
+        self._ids, self._mask = (ShardedArray(path, array, files) for array in token_arrays(manifest))
         self._hidden = {
-            i: {name: ShardedArray(path, array) for name, array in hidden_arrays(manifest, i).items()}
+            i: {name: ShardedArray(path, array, files) for name, array in hidden_arrays(manifest, i).items()}
             for i in manifest.layer_ids
         }
-        self._teacher = {name: ShardedArray(path, array) for name, array in teacher_arrays(manifest).items()}
+        self._teacher = {name: ShardedArray(path, array, files) for name, array in teacher_arrays(manifest).items()}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -211,19 +213,27 @@ class Store:
                 self._layer(layer_id)["bits"].read_rows(int(self.samples.start[sample]), out[:, i], f"sample {sample}")
         return out
 
-    def read_parts(self, sample: int, layer_id: int) -> dict[str, NDArray[Any]]:
+    def read_parts(
+        self, sample: int, layer_id: int, out: Mapping[str, NDArray[Any]] | None = None
+    ) -> Mapping[str, NDArray[Any]]:
         """The arrays of one layer of a sample as they are stored, [length, ...] by name; `first` is [1, hidden_size].
 
-        Row 0 of all but `first` is zero. Raises StoreError, CorruptError.
+        Row 0 of all but `first` is zero. `out` receives them if given. Raises StoreError, CorruptError.
         """
-        length = int(self.samples.length[self._checked(sample)])
-        self._require_hidden(sample)
-        read: dict[str, NDArray[Any]] = {}
+        self._require_hidden(self._checked(sample))
+        out = self._part_buffers(sample, layer_id) if out is None else out
+        assert set(out) == set(self._layer(layer_id)), f"parts {sorted(out)}"
         for name, array in self._layer(layer_id).items():
             first = self._first_row(sample) if name == "first" else int(self.samples.start[sample])
-            read[name] = np.empty((1 if name == "first" else length, *array.array.shape[1:]), dtype=array.array.dtype)
-            array.read_rows(first, read[name], f"sample {sample}")
-        return read
+            array.read_rows(first, out[name], f"sample {sample}")
+        return out
+
+    def _part_buffers(self, sample: int, layer_id: int) -> dict[str, NDArray[Any]]:
+        length = int(self.samples.length[sample])
+        return {
+            name: np.empty((1 if name == "first" else length, *array.array.shape[1:]), array.array.dtype)
+            for name, array in self._layer(layer_id).items()
+        }
 
     def read_teacher(self, sample: int) -> dict[str, NDArray[Any]]:
         """What is stored of the target's prediction for a sample, [length, ...] by the names of `teacher_arrays`.
@@ -245,7 +255,7 @@ class Store:
 
     def _decoded(self, sample: int, layer_id: int) -> NDArray[np.uint16]:
         """bfloat16 bit patterns [length, hidden_size] of a quantised layer, the first row exact."""
-        encoded = self.read_parts(sample, layer_id)
+        encoded = dict(self.read_parts(sample, layer_id))
         first = encoded.pop("first")
         bits = float32_to_bf16_bits(decode(self.manifest.codec, encoded, self.channel_scales[layer_id]))
         bits[:1] = first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import threading
 from contextlib import suppress
@@ -15,11 +17,20 @@ from numpy.typing import NDArray
 
 from cache_tools.arrays import ArraySpec
 from cache_tools.codecs import CRC_BYTES, ChunkError, checked_content
-from cache_tools.errors import CorruptError
+from cache_tools.errors import CorruptError, StoreError
 from cache_tools.files import RUN_VERIFY, make_folders, publish, reading, remove_temporaries, temporary_path
+from cache_tools.shard_files import (
+    INDEX_ENTRY_BYTES,
+    MISSING,
+    OpenShard,
+    ShardFiles,
+    read_exactly,
+    read_index,
+    read_scattered,
+)
 
-_MISSING = np.uint64(2**64 - 1)
-_INDEX_ENTRY_BYTES = 16
+_PIECE_BYTES = np.uint64(16 * 2**20)
+_PROCESSOR_CACHE_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class ShardAppender:
         self._array = array
         self._codec = array.codec
         self._first_row = shard * array.shard_rows
-        self._index = np.full((array.num_chunks, 2), _MISSING, dtype="<u8")
+        self._index = np.full((array.num_chunks, 2), MISSING, dtype="<u8")
         self._chunk = -1  # the chunk being filled; those before it are written
         self._next_row = 0
         self._buffer = np.zeros(array.chunk_shape, dtype=array.dtype)
@@ -96,16 +107,19 @@ class ShardAppender:
 
 
 class ShardedArray:
-    """Reads rows of one array directly from its files: each shard's index once, then a run of chunks at once.
+    """Reads rows of one array directly from its files, in few large pieces, straight into the caller's buffer.
 
-    Safe to use from many threads and after a fork: files are opened per read, buffers belong to a thread.
+    What the page cache holds is decoded from there; the rest is read with `preadv`. Nothing but the arrays of one
+    chunk and of one piece (16 MB) is allocated, once per thread. Safe to use from many threads and after a fork.
     """
 
-    def __init__(self, root: Path, array: ArraySpec) -> None:
+    def __init__(self, root: Path, array: ArraySpec, files: ShardFiles | None = None) -> None:
+        """`files`: the open files of the store, shared by its arrays."""
         self.array = array
         self._root = root
         self._codec = array.codec
-        self._indexes: dict[int, NDArray[np.uint64]] = {}
+        self._content_bytes = math.prod(array.chunk_shape) * np.dtype(array.dtype).itemsize  # of a decoded chunk
+        self._files = ShardFiles() if files is None else files
         self._buffers = threading.local()
 
     def read_all(self) -> NDArray[Any]:
@@ -117,77 +131,109 @@ class ShardedArray:
     def read_rows(self, first: int, out: NDArray[Any], reader: str = "") -> None:
         """Fills `out` [n, ...] with rows `first` and following.
 
-        `reader` says for whom, in errors. Raises CorruptError when bytes are missing or damaged.
+        `reader` says for whom, in errors. Raises CorruptError when bytes are missing or damaged, StoreError when
+        they cannot be read.
         """
         done = 0
         while done < len(out):
             shard, row = divmod(first + done, self.array.shard_rows)
             count = min(len(out) - done, self.array.shard_rows - row)
+            path = self._root / self.array.object_path(shard)
             try:
-                self._read_shard(shard, row, out[done : done + count])
+                self._read_shard(path, row, out[done : done + count])
             except ChunkError as error:
+                self._files.forget(path)
                 raise CorruptError(
                     f"damaged store{f': {reader} cannot be read' if reader else ''}",
                     where=f"{self._root}: {self.array.object_path(shard)} (shard {shard})",
                     got=error,
                     fix=RUN_VERIFY,
                 ) from error
+            except StoreError:
+                self._files.forget(path)
+                raise
             done += count
 
-    def _read_shard(self, shard: int, row: int, out: NDArray[Any]) -> None:
-        """Fills `out` from row `row` of a shard on. Raises ChunkError."""
-        size = self.array.chunk_rows
-        chunks = range(row // size, -(-(row + len(out)) // size))
-        path = self._root / self.array.object_path(shard)
-        descriptor = _open(path)
-        try:
-            index = self._indexes.get(shard)
-            if index is None:
-                index = self._indexes[shard] = read_index(descriptor, self.array)
-            entries = index[chunks.start : chunks.stop]
-            with reading(path):
-                self._decode_run(descriptor, entries, row - chunks.start * size, out)
-        finally:
-            os.close(descriptor)
+    def _read_shard(self, path: Path, row: int, out: NDArray[Any]) -> None:
+        """Fills `out` from row `row` of a shard on. Raises ChunkError, StoreError."""
+        shard = self._files.get(path, self.array)
+        first, skipped = divmod(row, self.array.chunk_rows)
+        entries = shard.index[first : -(-(row + len(out)) // self.array.chunk_rows)]
+        with reading(path):
+            for start, end in _pieces(entries):
+                rows = min((end - start) * self.array.chunk_rows - skipped, len(out))
+                target, out = out[:rows], out[rows:]
+                offset, num_bytes = int(entries[start, 0]), int(entries[start:end, 1].sum())
+                if offset == int(MISSING):
+                    target[...] = 0
+                elif self._is_plain(entries[start:end]) and target.flags.c_contiguous and not skipped:
+                    self._copy(shard, offset, end - start, target)
+                else:
+                    self._decode(self._bytes(shard, offset, num_bytes), entries[start:end, 1], skipped, target)
+                skipped = 0
 
-    def _decode_run(self, descriptor: int, entries: NDArray[np.uint64], skipped: int, out: NDArray[Any]) -> None:
-        """Decodes neighbouring chunks, [n, 2] (offset, bytes), leaving out the first `skipped` rows."""
-        present = entries[entries[:, 0] != _MISSING]
-        base = int(present[:, 0].min(initial=_MISSING))
-        span = int(present.sum(axis=1).max(initial=0)) - base if len(present) else 0
-        in_one_piece = span == int(present[:, 1].sum())  # false only for files that another program wrote
-        encoded = self._read(descriptor, base, span) if in_one_piece else None
-        done = 0
-        for offset, num_bytes in entries.tolist():
+    def _is_plain(self, entries: NDArray[np.uint64]) -> bool:
+        """True when the bytes of these chunks are their values and a checksum."""
+        return not self._codec.compressed and bool((entries[:, 1] == self._content_bytes + CRC_BYTES).all())
+
+    def _copy(self, shard: OpenShard, offset: int, num_chunks: int, out: NDArray[Any]) -> None:
+        """Fills `out` with uncompressed chunks that lie end to end; of the last one maybe the first rows only."""
+        encoded_bytes = self._content_bytes + CRC_BYTES
+        num_whole = len(out) // self.array.chunk_rows
+        whole = out[: num_whole * self.array.chunk_rows].view(np.uint8).reshape(num_whole, self._content_bytes)
+        cached = shard.cached(offset, num_chunks * encoded_bytes)
+        if cached is not None:
+            table = cached.reshape(num_chunks, encoded_bytes)
+            # A few chunks at a time, so that they are still in the processor's cache when they are checked.
+            step = max(_PROCESSOR_CACHE_BYTES // encoded_bytes, 1)
+            for at in range(0, num_whole, step):
+                rows = slice(at, min(at + step, num_whole))
+                whole[rows] = table[rows, :-CRC_BYTES]
+                check_sums(whole[rows], table[rows, -CRC_BYTES:])
+        elif num_whole:
+            sums = np.empty((num_whole, CRC_BYTES), np.uint8)
+            read_scattered(shard.descriptor, offset, whole, sums)
+            check_sums(whole, sums)
+        if num_whole < num_chunks:
+            begin = num_whole * encoded_bytes
+            last = self._read(shard, offset + begin, encoded_bytes) if cached is None else cached[begin:]
+            self._decode_chunk(last, 0, out[num_whole * self.array.chunk_rows :])
+
+    def _decode(self, encoded: NDArray[np.uint8], sizes: NDArray[np.uint64], skipped: int, out: NDArray[Any]) -> None:
+        """Decodes chunks of the given sizes that lie end to end, leaving out the first `skipped` rows."""
+        begin = done = 0
+        for size in sizes.tolist():
             rows = min(self.array.chunk_rows - skipped, len(out) - done)
-            target = out[done : done + rows]
-            if offset == int(_MISSING):
-                target[...] = 0
-            elif encoded is not None:
-                self._decode(encoded[offset - base : offset - base + num_bytes], skipped, target)
-            else:
-                self._decode(self._read(descriptor, offset, num_bytes), skipped, target)
-            done, skipped = done + rows, 0
+            self._decode_chunk(encoded[begin : begin + size], skipped, out[done : done + rows])
+            begin, done, skipped = begin + size, done + rows, 0
 
-    def _decode(self, encoded: NDArray[np.uint8], skipped: int, out: NDArray[Any]) -> None:
+    def _decode_chunk(self, encoded: NDArray[np.uint8], skipped: int, out: NDArray[Any]) -> None:
         """Decodes one chunk and keeps the rows that `out` has room for."""
         if len(out) == self.array.chunk_rows and out.flags.c_contiguous:
             self._codec.decode(encoded, out)
             return
-        chunk = getattr(self._buffers, "chunk", None)
-        if chunk is None:
-            chunk = self._buffers.chunk = np.empty(self.array.chunk_shape, dtype=self.array.dtype)
-        self._codec.decode(encoded, chunk)
+        if self._codec.compressed:
+            chunk = getattr(self._buffers, "chunk", None)
+            if chunk is None:
+                chunk = self._buffers.chunk = np.empty(self.array.chunk_shape, dtype=self.array.dtype)
+            self._codec.decode(encoded, chunk)
+        else:
+            chunk = self._codec.view(encoded, self.array.chunk_shape, self.array.dtype)
         out[...] = chunk[skipped : skipped + len(out)]
 
-    def _read(self, descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Bytes of the open file, in a buffer that the next call of this thread reuses."""
+    def _bytes(self, shard: OpenShard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Bytes of the shard, valid until the next call of this thread."""
+        cached = shard.cached(offset, num_bytes)
+        return self._read(shard, offset, num_bytes) if cached is None else cached
+
+    def _read(self, shard: OpenShard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Bytes of the shard, in a buffer that the next call of this thread reuses."""
         buffer = getattr(self._buffers, "encoded", None)
         if buffer is None or len(buffer) < num_bytes:
             # Fresh memory costs five times the read itself (page faults): keep it, grow in large steps.
             buffer = self._buffers.encoded = np.empty(num_bytes + num_bytes // 2, dtype=np.uint8)
         view: NDArray[np.uint8] = buffer[:num_bytes]
-        read_exactly(descriptor, offset, view)
+        read_exactly(shard.descriptor, offset, view)
         return view
 
     def __getstate__(self) -> tuple[Path, ArraySpec]:
@@ -197,23 +243,25 @@ class ShardedArray:
         self.__init__(*state)  # type: ignore[misc]
 
 
-def read_index(descriptor: int, array: ArraySpec) -> NDArray[np.uint64]:
-    """The index of an open shard, [num_chunks, 2] (offset, bytes). Raises ChunkError when it is damaged."""
-    size = os.fstat(descriptor).st_size
-    index_bytes = array.num_chunks * _INDEX_ENTRY_BYTES + CRC_BYTES
-    if size < index_bytes:
-        raise ChunkError(f"the file is truncated: {size} bytes, the index alone takes {index_bytes}")
-    encoded = np.empty(index_bytes, dtype=np.uint8)
-    read_exactly(descriptor, size - index_bytes, encoded)
-    try:
-        index = checked_content(encoded).view("<u8").reshape(-1, 2).astype(np.uint64)
-    except ChunkError as error:
-        raise ChunkError(f"the shard's index is damaged, or the file is truncated: {error}") from error
-    present = index[:, 0] != _MISSING
-    limit = np.uint64(size - index_bytes)
-    if (index[present] > limit).any() or (index[present].sum(axis=1) > limit).any():
-        raise ChunkError("the shard's index points outside the file")
-    return index
+def check_sums(contents: NDArray[np.uint8], sums: NDArray[np.uint8]) -> None:
+    """Compares each row of `contents` with the checksum in the same row of `sums`. Raises ChunkError."""
+    for content, stored in zip(contents, np.ascontiguousarray(sums).view("<u4")[:, 0].tolist(), strict=True):
+        found = int(google_crc32c.value(content))
+        if found != stored:
+            raise ChunkError(f"checksum {found:08x}, expected {stored:08x}")
+
+
+def _pieces(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """Cuts chunks, [n, 2] (offset, bytes), where the next does not lie behind the one before, or at _PIECE_BYTES.
+
+    Missing chunks are pieces of their own.
+    """
+    if len(entries) == 0:
+        return []
+    ends = np.cumsum(entries[:, 1])
+    cuts = (entries[1:, 0] != entries[:-1].sum(axis=1)) | (ends[1:] // _PIECE_BYTES != ends[:-1] // _PIECE_BYTES)
+    bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(entries)]
+    return list(itertools.pairwise(bounds))
 
 
 def damaged_chunks(descriptor: int, array: ArraySpec, chosen: NDArray[np.bool_] | None = None) -> tuple[list[int], int]:
@@ -223,9 +271,9 @@ def damaged_chunks(descriptor: int, array: ArraySpec, chosen: NDArray[np.bool_] 
     nothing can be said of any chunk.
     """
     damaged = []
-    num_read = array.num_chunks * _INDEX_ENTRY_BYTES + CRC_BYTES
+    num_read = array.num_chunks * INDEX_ENTRY_BYTES + CRC_BYTES
     for chunk, (offset, num_bytes) in enumerate(read_index(descriptor, array).tolist()):
-        if offset == int(_MISSING) or (chosen is not None and not chosen[chunk]):
+        if offset == int(MISSING) or (chosen is not None and not chosen[chunk]):
             continue
         num_read += num_bytes
         encoded = np.empty(num_bytes, dtype=np.uint8)
@@ -235,24 +283,3 @@ def damaged_chunks(descriptor: int, array: ArraySpec, chosen: NDArray[np.bool_] 
         except ChunkError:
             damaged.append(chunk)
     return damaged, num_read
-
-
-def read_exactly(descriptor: int, offset: int, buffer: NDArray[np.uint8]) -> None:
-    """Fills `buffer` from `offset` of an open file. Raises ChunkError when the file ends before."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:].data], offset + done)
-        if count == 0:
-            raise ChunkError(f"the file is truncated: it ends at byte {offset + done}")
-        done += count
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise ChunkError("the file is missing") from error
-    except OSError:
-        with reading(path):
-            raise
-        raise AssertionError from None

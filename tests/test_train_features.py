@@ -105,7 +105,8 @@ def test_the_exported_drafter_computes_what_the_trainer_computes(store: Store, t
         layout = BlockLayout(anchors, pack.cu_seqlens, config.block_size)
         block = torch.full((2, config.block_size), config.mask_token_id)
         block[:, 0] = pack.input_ids[anchors]
-        embeds, raw = state.embed(block), pack.features.float()
+        ones = torch.ones_like(state.feature_scale)
+        embeds, raw = state.embed(block), pack.tapped.to_features(state.device, torch.float32, ones)
         trained = state.drafter(embeds, state.drafter.context(raw * state.feature_scale), layout)
         torch.testing.assert_close(folded(embeds, folded.context(raw), layout), trained, rtol=1e-4, atol=1e-5)
         rounded = exported(embeds, exported.context(raw), layout)

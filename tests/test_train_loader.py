@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cache_tools.errors import ConfigError, CorruptError, StoreError
 from cache_tools.packs import PackCursor, PackPlan
@@ -72,9 +73,15 @@ def make_loader(store: Store, **changes: Any) -> Loader:
     return Loader(store, **(settings | changes))
 
 
+def features_of(pack: Pack, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What the drafter gets without scaling."""
+    num_layers = next(iter(pack.tapped.parts.values())).shape[0]
+    return pack.tapped.to_features(torch.device("cpu"), dtype, torch.ones(num_layers * HIDDEN, dtype=dtype))
+
+
 def plain(pack: Pack) -> tuple[Any, ...]:
     """A copy of a pack that can be compared."""
-    tensors = (pack.cu_seqlens, pack.input_ids, pack.loss_mask, pack.positions, pack.features.view(torch.int16))
+    tensors = (pack.cu_seqlens, pack.input_ids, pack.loss_mask, pack.positions, features_of(pack).view(torch.int16))
     return (pack.samples, *(tensor.tolist() for tensor in tensors))
 
 
@@ -126,9 +133,10 @@ def check_pack(pack: Pack, store: Store) -> None:
     assert pack.cu_seqlens.dtype == torch.int32
     assert pack.input_ids.dtype == pack.positions.dtype == torch.int64
     assert pack.loss_mask.dtype == torch.bool
-    assert pack.features.dtype == torch.bfloat16
+    features = features_of(pack)
+    assert features.dtype == torch.bfloat16
     num_tokens = int(pack.cu_seqlens[-1])
-    assert pack.features.shape == (num_tokens, len(LAYERS) * HIDDEN)
+    assert features.shape == (num_tokens, len(LAYERS) * HIDDEN)
     assert len(pack.input_ids) == len(pack.loss_mask) == len(pack.positions) == num_tokens <= BUDGET
     for i, sample in enumerate(pack.samples):
         rows = slice(int(pack.cu_seqlens[i]), int(pack.cu_seqlens[i + 1]))
@@ -137,7 +145,7 @@ def check_pack(pack: Pack, store: Store) -> None:
         assert pack.loss_mask[rows].tolist() == mask.tolist()
         assert pack.positions[rows].tolist() == list(range(len(ids)))
         for column, layer in enumerate(LAYERS):
-            found = pack.features[rows, column * HIDDEN : (column + 1) * HIDDEN]
+            found = features[rows, column * HIDDEN : (column + 1) * HIDDEN]
             stored = store.read_hidden(sample, [layer])[:, 0].view(np.int16)
             assert np.array_equal(found.view(torch.int16).numpy(), stored)
 
@@ -207,7 +215,7 @@ def test_a_pack_stays_intact_until_the_next_step_is_asked_for(store: Store) -> N
 @pytest.mark.parametrize(("prefetch_bytes", "num_ahead"), [(0, 1), (PACK_BYTES, 1), (5 * PACK_BYTES, 5)])
 def test_memory_is_one_step_and_the_prefetch_budget(store: Store, prefetch_bytes: int, num_ahead: int) -> None:
     with make_loader(store, prefetch_bytes=prefetch_bytes) as loader:
-        buffers = {pack.features.data_ptr() for batch in islice(loader, 30) for pack in batch.packs}
+        buffers = {pack.tapped.parts["bits"].data_ptr() for batch in islice(loader, 30) for pack in batch.packs}
         assert len(buffers) <= 3 + num_ahead
         assert _wait_until(lambda: loader.stats().q_pack == num_ahead)
         time.sleep(0.02)
@@ -220,7 +228,7 @@ def test_stats_count_what_was_read_and_delivered(store: Store) -> None:
         assert _wait_until(lambda: loader.stats().q_pack == 4)
         stats = loader.stats()
         assert stats.packs_read == len(delivered) + 4
-        assert stats.read_bytes >= sum(pack.features.numel() * 2 for pack in delivered)
+        assert stats.read_bytes >= sum(features_of(pack).numel() * 2 for pack in delivered)
         assert stats.q_read >= 4 and stats.retries == 0
         assert stats.wait_seconds > 0
 

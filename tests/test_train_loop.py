@@ -261,7 +261,7 @@ def _dense_loss(state: Any, batch: Any) -> float:
         anchors = torch.from_numpy(chosen)
         targets = block_targets(anchors, pack.input_ids, pack.loss_mask, pack.cu_seqlens, config.block_size)
         embeds = state.embed(block_tokens(anchors, pack.input_ids, config.block_size, config.mask_token_id))
-        context = state.drafter.context(pack.features.float() * state.feature_scale)
+        context = state.drafter.context(pack.tapped.to_features(state.device, torch.float32, state.feature_scale))
         hidden = state.drafter(embeds, context, BlockLayout(anchors, pack.cu_seqlens, config.block_size))
         nll = torch.nn.functional.cross_entropy(
             (hidden @ state.head.weight.T).flatten(0, 1), targets.labels.flatten(), reduction="none"

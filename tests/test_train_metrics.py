@@ -18,6 +18,7 @@ def metrics(step: int, loss: float = 2.5) -> StepMetrics:
     return StepMetrics(
         step=step, epoch=0.25, loss=loss, acc=0.5, streak=1.75, lr=1e-3, noise=0.0, grad_norm=1.0,
         tokens=100, blocks=10, slots=70, unreadable=0, order_hash="0" * 16, source_tokens={"chats": 100}, seconds=0.1,
+        validation=None,
     )  # fmt: skip
 
 

@@ -133,13 +133,14 @@ def test_the_loss_is_the_weighted_mean_over_all_blocks_of_the_held_out_samples(
     groups = group_samples(state.store, validation_samples(state.store, SHARE))
     for pack in read_packs(state.store, groups, state.layer_ids):
         bounds = pack.cu_seqlens.tolist()
+        features = pack.tapped.to_features(state.device, torch.float32, state.feature_scale)
         for begin, end in itertools.pairwise(bounds):
             ids, mask = pack.input_ids[begin:end], pack.loss_mask[begin:end]
             for anchor in np.flatnonzero(mask[:-1] & mask[1:]).tolist():
                 targets = block_targets(torch.tensor([anchor]), ids, mask, torch.tensor([0, end - begin]), 4)
                 cache = state.drafter.new_cache()
                 with torch.no_grad():
-                    state.drafter.extend(cache, pack.features[begin : begin + anchor].float() * state.feature_scale)
+                    state.drafter.extend(cache, features[begin : begin + anchor])
                     block = torch.tensor([int(ids[anchor]), 5, 5, 5])
                     logits = state.drafter.draft_block(state.embed(block), cache) @ state.head.weight.T
                 weight = decay_weights(targets.valid, config.slot_gamma)[0]
@@ -191,7 +192,7 @@ def test_small_packs_hold_every_sample_once_those_with_most_to_walk_first(
     for group, pack in zip(groups, read_packs(store, groups, (3, 1)), strict=True):
         assert pack.samples == tuple(group.tolist())
         states = np.concatenate([store.read_hidden(sample, (3, 1)) for sample in pack.samples])
-        assert np.array_equal(pack.features.view(torch.uint16).numpy(), states.reshape(len(states), -1))
+        assert np.array_equal(pack.tapped.parts["bits"].transpose(0, 1).view(torch.uint16).numpy(), states)
         assert pack.input_ids.tolist() == [i for sample in pack.samples for i in store.read_tokens(sample)[0].tolist()]
     small = evaluate_store(EvalConfig(store=store_path, drafter=exported(store_path), device="cpu", threads=1))
     assert small["num_steps"] == whole["num_steps"] and small["by_position"] == whole["by_position"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,24 +34,35 @@ from train.batches import Pack
 from train.decoding import SpeculativeDecoder
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
+from train.tapped import TappedStates
 from train.walk import answer_spans, walk_answers
 
 
-def pack_of(documents: list[tuple[Tensor, Tensor, Tensor]]) -> Pack:
+@dataclass(frozen=True)
+class ExactPack(Pack):
+    """Its features are float32, as no store keeps them."""
+
+    features: Tensor = field(kw_only=True)
+
+
+def pack_of(documents: list[tuple[Tensor, Tensor, Tensor]]) -> ExactPack:
     """A pack of (tokens [n], loss mask [n], features [n, F * H])."""
     lengths = [len(tokens) for tokens, _, _ in documents]
     tokens, masks, features = (torch.cat(parts) for parts in zip(*documents, strict=True))
-    return Pack(
+    return ExactPack(
         samples=tuple(range(len(documents))),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         input_ids=tokens,
         loss_mask=masks.bool(),
         positions=torch.cat([torch.arange(n) for n in lengths]),
+        tapped=TappedStates.of_bits(np.empty((0, 1, 1), np.uint16)),
         features=features,
     )
 
 
-def walked(drafter: DFlashDrafter, pack: Pack, embedding: Tensor, lm_head: Tensor, **more: Any) -> list[Acceptance]:
+def walked(
+    drafter: DFlashDrafter, pack: ExactPack, embedding: Tensor, lm_head: Tensor, **more: Any
+) -> list[Acceptance]:
     return walk_answers(drafter, pack.features, pack, embed=lambda tokens: embedding[tokens], lm_head=lm_head, **more)
 
 

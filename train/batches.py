@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from train.tapped import TappedStates
+
 
 @dataclass(frozen=True)
 class TeacherRows:
@@ -45,7 +47,7 @@ class TeacherRows:
 class Pack:
     """Whole samples laid end to end, without padding.
 
-    `features` lies in a buffer that is used again: it is valid until the consumer asks for the next step.
+    `tapped` lies in a buffer that is used again: it is valid until the consumer asks for the next step.
     """
 
     samples: tuple[int, ...]
@@ -53,7 +55,7 @@ class Pack:
     input_ids: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T]
     positions: Tensor  # int64 [T], from 0 in every document
-    features: Tensor  # bfloat16 [T, F * H], layers side by side in the order of layer_ids
+    tapped: TappedStates  # layers in the order of layer_ids
     teacher: TeacherRows | None = None
 
 
@@ -84,7 +86,7 @@ class LoaderStats:
 
     packs_read: int
     read_bytes: int
-    """Bytes of hidden states read, decoded."""
+    """Bytes of hidden states read, as they are handed to the device."""
     wait_seconds: float
     """Time the consumer waited for a step."""
     retries: int

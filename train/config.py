@@ -106,8 +106,8 @@ class TrainConfig:
     """Where to train. auto: cuda when there is one."""
     threads: int | None = None
     """Compute threads on the CPU. Default: torch's choice."""
-    reader_threads: int = 2
-    """Threads that read and decode hidden states."""
+    reader_threads: int = 4
+    """Threads that read and decode hidden states. More than cores: some decode while others wait for the disk."""
     prefetch_mb: int = 512
     """Most megabytes of hidden states read ahead beyond the step in hand, per process; at least one pack."""
     max_unreadable: int = 0

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cache_tools.errors import StoreError
 from cache_tools.reader import Store
 from train.batches import Pack
+from train.tapped import TappedStates
 
 # Tokens of a pack. Many answers side by side make the matrix products large; 0.8 GB of features for a 27B target.
 PACK_TOKENS = 16384
@@ -62,10 +63,10 @@ def _read_pack(store: Store, samples: NDArray[np.int64], layer_ids: Sequence[int
             if not skip_unreadable:
                 raise
     lengths = np.asarray([len(ids) for _, ids, _, _ in read], dtype=np.int64)
-    width = len(layer_ids) * store.hidden_size
+    row = (len(layer_ids), store.hidden_size)
     ids = np.concatenate([np.empty(0, np.int32), *(ids for _, ids, _, _ in read)])
     mask = np.concatenate([np.empty(0, np.bool_), *(mask for _, _, mask, _ in read)])
-    bits = np.concatenate([np.empty((0, width), np.uint16), *(states.reshape(-1, width) for *_, states in read)])
+    bits = np.concatenate([np.empty((0, *row), np.uint16), *(states for *_, states in read)])
     positions = np.concatenate([np.empty(0, np.int64), *(np.arange(length) for length in lengths)])
     return Pack(
         samples=tuple(sample for sample, *_ in read),
@@ -73,5 +74,5 @@ def _read_pack(store: Store, samples: NDArray[np.int64], layer_ids: Sequence[int
         input_ids=torch.from_numpy(ids.astype(np.int64)),
         loss_mask=torch.from_numpy(mask),
         positions=torch.from_numpy(positions),
-        features=torch.from_numpy(bits).view(torch.bfloat16),
+        tapped=TappedStates.of_bits(bits),
     )

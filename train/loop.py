@@ -192,7 +192,7 @@ def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float
         tensor.to(device, non_blocking=True)
         for tensor in (torch.from_numpy(chosen), pack.cu_seqlens, pack.input_ids, pack.loss_mask)
     )
-    features = pack.features.to(device, non_blocking=True).to(state.compute_dtype) * state.feature_scale
+    features = pack.tapped.to_features(device, state.compute_dtype, state.feature_scale)
     if noise > 0:
         features = add_noise(
             features,

@@ -13,30 +13,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cache_tools.errors import StoreError
 from cache_tools.packs import PackCursor, PackPlan
+from cache_tools.quantise import QUANTISED
 from cache_tools.reader import Store
 from train.batches import LoaderStats, Pack, StepBatch
+from train.tapped import LOSSLESS_PART, PackBuffer, TappedStates, as_tensors, bytes_per_token
 
 # A rank that never gets a pack would otherwise plan without end.
 _MAX_STEPS_AHEAD: Final = 64
-
-
-class _Buffer:
-    """Memory for the features of one pack, as bfloat16 and as the bit patterns that the store delivers."""
-
-    def __init__(self, token_budget: int, num_layers: int, hidden_size: int) -> None:
-        # Pinned memory, so that the copy to the GPU can overlap with computing.
-        self.features = torch.empty(
-            token_budget, num_layers, hidden_size, dtype=torch.bfloat16, pin_memory=torch.cuda.is_available()
-        )
-        self.bits: NDArray[np.uint16] = self.features.view(torch.int16).numpy().view(np.uint16)  # [T max, F, H]
 
 
 @dataclass(eq=False)
@@ -45,14 +37,16 @@ class _OpenPack:
 
     samples: NDArray[np.int64]  # [D]
     offsets: NDArray[np.int64]  # [D + 1]
-    buffer: _Buffer
+    buffer: PackBuffer
+    parts: dict[str, NDArray[np.generic]]  # [F, T, ...], in the buffer
+    first: NDArray[np.uint16] | None  # [F, D, H], exact first rows where the parts do not hold them
     input_ids: NDArray[np.int64]  # [T]
     loss_mask: NDArray[np.bool_]  # [T]
     num_missing: int  # samples not read yet
     errors: dict[int, BaseException] = field(default_factory=dict)  # by position in the pack
     unreadable: dict[int, BaseException] = field(default_factory=dict)  # by sample
 
-    def finish(self) -> Pack:
+    def finish(self, codec: str, channel_scale: Tensor | None) -> Pack:
         num_tokens = len(self.input_ids)
         starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
         return Pack(
@@ -61,7 +55,13 @@ class _OpenPack:
             input_ids=torch.from_numpy(self.input_ids),
             loss_mask=torch.from_numpy(self.loss_mask),
             positions=torch.from_numpy(np.arange(num_tokens) - starts),
-            features=self.buffer.features[:num_tokens].flatten(1),
+            tapped=TappedStates(
+                codec=codec,
+                parts=as_tensors(self.parts),
+                first_rows=torch.from_numpy(self.offsets[:-1]),
+                first=None if self.first is None else torch.from_numpy(self.first.view(np.int16)).view(torch.bfloat16),
+                channel_scale=channel_scale,
+            ),
         )
 
 
@@ -100,16 +100,18 @@ class ReadAhead:
         self._skip_unreadable = skip_unreadable
         self._lengths = store.samples.length
         self._supervised = store.samples.supervised
-        self._row_bytes = len(self._layer_ids) * store.hidden_size * 2
+        self._codec = store.manifest.codec
+        self._channel_scale = _channel_scale(store, self._layer_ids)
+        self._row_bytes = bytes_per_token(self._codec, len(self._layer_ids), store.hidden_size)
         packs_of_step = -(-plan.packs_per_step // world_size)
         self._max_buffers = packs_of_step + max(1, prefetch_bytes // (plan.token_budget * self._row_bytes))
 
         self._changed = threading.Condition()
         self._steps: deque[_OpenStep] = deque()
         self._unread: deque[tuple[_OpenPack, int]] = deque()
-        self._free: list[_Buffer] = []
+        self._free: list[PackBuffer] = []
         self._num_buffers = 0
-        self._held: list[_Buffer] = []
+        self._held: list[PackBuffer] = []
         self._plan_error: BaseException | None = None
         self._closed = False
         self._packs_read = self._samples_read = self._retries = self._read_bytes = 0
@@ -158,7 +160,7 @@ class ReadAhead:
         return StepBatch(
             step=step.step,
             epoch=step.epoch,
-            packs=[pack.finish() for pack in step.packs],
+            packs=[pack.finish(self._codec, self._channel_scale) for pack in step.packs],
             supervised=step.supervised,
             tokens=step.tokens,
             samples=step.samples,
@@ -241,23 +243,32 @@ class ReadAhead:
             opened.append(self._open_pack(samples, buffer))
         return opened
 
-    def _open_pack(self, samples: NDArray[np.int64], buffer: _Buffer) -> _OpenPack:
+    def _open_pack(self, samples: NDArray[np.int64], buffer: PackBuffer) -> _OpenPack:
         offsets = np.concatenate([[0], np.cumsum(self._lengths[samples])]).astype(np.int64)
         num_tokens = int(offsets[-1])
         pack = _OpenPack(
             samples=samples,
             offsets=offsets,
             buffer=buffer,
+            parts=buffer.views(num_tokens),
+            first=self._room_for_first(len(samples)),
             input_ids=np.empty(num_tokens, np.int64),
             loss_mask=np.empty(num_tokens, np.bool_),
             num_missing=len(samples),
         )
+        # Neighbours in the store one after the other, so that the disk sees one long read.
+        in_store_order = np.argsort(samples, kind="stable").tolist()
         with self._changed:
-            self._unread += [(pack, position) for position in range(len(samples))]
+            self._unread += [(pack, position) for position in in_store_order]
             self._changed.notify_all()
         return pack
 
-    def _free_buffer(self) -> _Buffer | None:
+    def _room_for_first(self, num_samples: int) -> NDArray[np.uint16] | None:
+        if self._channel_scale is None:
+            return None
+        return np.empty((len(self._layer_ids), num_samples, self._store.hidden_size), np.uint16)
+
+    def _free_buffer(self) -> PackBuffer | None:
         """A buffer nobody uses, waiting for one if need be; None when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._free or self._num_buffers < self._max_buffers)
@@ -266,7 +277,7 @@ class ReadAhead:
             if self._free:
                 return self._free.pop()
             self._num_buffers += 1
-        return _Buffer(self._plan.token_budget, len(self._layer_ids), self._store.hidden_size)
+        return PackBuffer(self._plan.token_budget, len(self._layer_ids), self._store.hidden_size, self._codec)
 
     def _run_reader(self) -> None:
         while True:
@@ -312,13 +323,30 @@ class ReadAhead:
         """Zeros that carry no loss in the place of one sample. No other sample of the pack sees them."""
         rows = _rows(pack, position)
         pack.input_ids[rows], pack.loss_mask[rows] = 0, False
-        pack.buffer.bits[rows] = 0
+        for part in pack.parts.values():
+            part[:, rows] = np.zeros((), part.dtype)
+        if pack.first is not None:
+            pack.first[:, position] = 0
 
     def _fill(self, pack: _OpenPack, position: int) -> None:
         sample = int(pack.samples[position])
         rows = _rows(pack, position)
         pack.input_ids[rows], pack.loss_mask[rows] = self._store.read_tokens(sample)
-        self._store.read_hidden(sample, self._layer_ids, out=pack.buffer.bits[rows])
+        if pack.first is None:
+            bits = pack.parts[LOSSLESS_PART].view(np.uint16)
+            self._store.read_hidden(sample, self._layer_ids, out=bits[:, rows].transpose(1, 0, 2))
+            return
+        for i, layer_id in enumerate(self._layer_ids):
+            out: dict[str, NDArray[Any]] = {name: part[i, rows] for name, part in pack.parts.items()}
+            out["first"] = pack.first[i, position : position + 1]
+            self._store.read_parts(sample, layer_id, out)
+
+
+def _channel_scale(store: Store, layer_ids: Sequence[int]) -> Tensor | None:
+    """float32 [F, H] of a quantised store. Raises StoreError, CorruptError."""
+    if store.manifest.codec not in QUANTISED:
+        return None
+    return torch.from_numpy(np.stack([store.channel_scales[layer_id] for layer_id in layer_ids]))
 
 
 def _rows(pack: _OpenPack, position: int) -> slice:

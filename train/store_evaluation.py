@@ -50,12 +50,14 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
     chosen = _choose(config, store)
     parts = TargetParts.from_store(store, device=device, dtype=dtype)
 
+    # The scale of training lies in the drafter's `fc`.
+    unscaled = torch.ones(len(drafter.config.target_layer_ids) * store.hidden_size, device=device)
     answers: list[Acceptance] = []
     began = time.perf_counter()
     for pack in read_packs(store, group_samples(store, chosen.samples), drafter.config.target_layer_ids):
         answers += walk_answers(
             drafter,
-            pack.features.to(device, dtype),
+            pack.tapped.to_features(device, dtype, unscaled),
             pack,
             embed=lambda tokens: parts.embedding[tokens],
             lm_head=parts.lm_head,

@@ -115,7 +115,7 @@ class Validation:
         state = self._state
         if not pack.samples:
             return _Judged(BlockSums.zero(state.config.block_size).vector(), [], 0)
-        features = pack.features.to(state.device).to(state.compute_dtype) * state.feature_scale
+        features = pack.tapped.to_features(state.device, state.compute_dtype, state.feature_scale)
         with torch.autocast(state.device.type, torch.bfloat16, enabled=state.config.precision == "bf16"):
             sums = self._sums(pack, features)
             answers = walk_answers(

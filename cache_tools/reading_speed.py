@@ -1,0 +1,250 @@
+"""How fast this machine reads a store in the order of training: packs of a global shuffle, read by several threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools import page_cache
+from cache_tools.arrays import hidden_arrays
+from cache_tools.errors import StoreError
+from cache_tools.files import file_size, reading
+from cache_tools.packs import PackCursor
+from cache_tools.quantise import QUANTISED
+from cache_tools.reader import Store
+from cache_tools.strategies import plan_for
+
+GPU_TOKENS_PER_S: Final = 20_000
+"""What one GPU is taken to train, for examples/qwen3.6-27b: a pack of 24,576 tokens with 1,024 blocks of 16 costs about
+0.25 TFLOP per block and 0.001 per token, 280 in all. At 35 % of the 989 TFLOP/s of an H100 that is 30,000 tokens/s;
+a third less is assumed. Arithmetic, not a measurement."""
+
+_MOST_FILES: Final = 500
+"""Files whose share in the page cache is looked up; evenly chosen when there are more."""
+
+
+@dataclass(frozen=True)
+class ReadingSpeed:
+    """What was measured."""
+
+    seconds: float
+    samples: int
+    tokens: int
+    bytes_per_token: float
+    """Bytes of files per token, all stored layers that were read."""
+    p50_ms: float
+    """Milliseconds to read one sample, as one of several threads sees it."""
+    p99_ms: float
+    cached_before: float | None
+    """Share of the files that the page cache held before; None when the kernel tells only their owner."""
+    cached_after: float | None
+    whole_store: bool
+    """Every sample was read once, sooner than `seconds` asked for."""
+    gpu_tokens_per_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def gb_per_s(self) -> float:
+        """Of the files."""
+        return self.tokens_per_s * self.bytes_per_token / 1e9
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that this feeds, each training `gpu_tokens_per_s`."""
+        return self.tokens_per_s / self.gpu_tokens_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "tokens_per_s": self.tokens_per_s,
+            "gb_per_s": self.gb_per_s,
+            "gpus": self.gpus,
+        }
+
+
+def measure(
+    store: Store,
+    *,
+    layer_ids: Sequence[int] | None = None,
+    seconds: float,
+    num_threads: int,
+    token_budget: int,
+    cold: bool = False,
+    gpu_tokens_per_s: float = GPU_TOKENS_PER_S,
+    seed: int = 0,
+) -> ReadingSpeed:
+    """Reads whole samples for so many seconds, or every sample once.
+
+    Quantised hidden states are read as training reads them, undecoded. `cold`: drops the store's files from the page
+    cache before. Raises ConfigError when a sample exceeds the token budget, StoreError, CorruptError.
+    """
+    store.require_complete()
+    assert num_threads >= 1 and seconds > 0 and gpu_tokens_per_s > 0
+    layers = list(store.layer_ids if layer_ids is None else layer_ids)
+    files = _files(store, layers)
+    with reading(store.path):
+        if cold:
+            page_cache.drop(files)
+        before = _cached_share(files)
+    work = _Work(store, layers, _order(store, token_budget, seed), seconds)
+    work.run(num_threads)
+    with reading(store.path):
+        after = _cached_share(files)
+    times = np.array(work.times) * 1e3
+    return ReadingSpeed(
+        seconds=work.wall_seconds,
+        samples=len(times),
+        tokens=work.num_tokens,
+        bytes_per_token=sum(map(file_size, files)) / store.num_tokens,
+        p50_ms=float(np.percentile(times, 50)),
+        p99_ms=float(np.percentile(times, 99)),
+        cached_before=before,
+        cached_after=after,
+        whole_store=work.is_done,
+        gpu_tokens_per_s=gpu_tokens_per_s,
+    )
+
+
+def report_lines(speed: ReadingSpeed) -> list[str]:
+    """For people: what was measured, what it is good for, and what the page cache had to do with it."""
+    return [
+        f"read        {speed.samples:,} samples, {speed.tokens:,} tokens in {speed.seconds:.1f} s"
+        + (": the whole store" if speed.whole_store else ""),
+        f"speed       {speed.tokens_per_s / 1e3:,.1f} Ktok/s, {speed.gb_per_s:.2f} GB/s of files",
+        f"per sample  {speed.p50_ms:.1f} ms (median), {speed.p99_ms:.1f} ms (99 %)",
+        f"feeds       {speed.gpus:.1f} GPUs that train {speed.gpu_tokens_per_s / 1e3:,.0f} Ktok/s each",
+        _cache_line(speed),
+    ]
+
+
+def _cache_line(speed: ReadingSpeed) -> str:
+    if speed.cached_before is None:
+        return "page cache  unknown: the files belong to somebody else. Repeated runs may be faster than the disk"
+    line = f"page cache  held {speed.cached_before:.0%} of the files before, {speed.cached_after:.0%} after"
+    if speed.cached_before < 0.05:
+        return f"{line}: this is the speed of the disk"
+    return f"{line}: memory answered, not only the disk; --cold drops the files first"
+
+
+class _Work:
+    """Threads that read the next sample of the order until time is up; each reads one at least."""
+
+    def __init__(self, store: Store, layers: list[int], order: Iterator[int], seconds: float) -> None:
+        self._store, self._layers, self._order, self._seconds = store, layers, order, seconds
+        self._lock = threading.Lock()
+        self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self._deadline = 0.0
+        self.times: list[float] = []
+        self.num_tokens = 0
+        self.wall_seconds = 0.0
+        self.is_done = False
+
+    def run(self, num_threads: int) -> None:
+        """Raises what went wrong in a thread."""
+        readers = [_SampleReader(self._store, self._layers) for _ in range(num_threads)]
+        threads = [threading.Thread(target=self._read, args=(reader,), daemon=True) for reader in readers]
+        begin = time.perf_counter()
+        self._deadline = begin + self._seconds
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.wall_seconds = time.perf_counter() - begin
+        if not self._errors.empty():
+            raise self._errors.get()
+
+    def _read(self, reader: _SampleReader) -> None:
+        try:
+            while self._errors.empty():
+                with self._lock:
+                    sample = next(self._order, None)
+                if sample is None:
+                    self.is_done = True
+                    return
+                begin = time.perf_counter()
+                num_tokens = reader.read(sample)
+                seconds = time.perf_counter() - begin
+                with self._lock:
+                    self.times.append(seconds)
+                    self.num_tokens += num_tokens
+                if begin + seconds >= self._deadline:
+                    return
+        except BaseException as error:  # raised by `run`
+            self._errors.put(error)
+
+
+class _SampleReader:
+    """Reads a sample as training does, into memory that is used again."""
+
+    def __init__(self, store: Store, layers: list[int]) -> None:
+        self._store, self._layers = store, layers
+        self._longest = int(store.samples.length.max())
+        # Ones: its pages are there before the clock starts.
+        if store.manifest.codec in QUANTISED:
+            self._parts = [self._room(layer) for layer in layers]
+        else:
+            self._bits = np.ones((len(layers), self._longest, store.hidden_size), np.uint16)
+
+    def read(self, sample: int) -> int:
+        """Returns the number of tokens. Raises StoreError, CorruptError."""
+        length = len(self._store.read_tokens(sample)[0])
+        if self._store.manifest.codec not in QUANTISED:
+            self._store.read_hidden(sample, self._layers, out=self._bits[:, :length].transpose(1, 0, 2))
+            return length
+        for layer, parts in zip(self._layers, self._parts, strict=True):
+            out = {name: part[:length] for name, part in parts.items()}
+            self._store.read_parts(sample, layer, out)
+        return length
+
+    def _room(self, layer: int) -> dict[str, NDArray[Any]]:
+        return {
+            name: np.ones((1 if name == "first" else self._longest, *array.shape[1:]), array.dtype)
+            for name, array in hidden_arrays(self._store.manifest, layer).items()
+        }
+
+
+def _order(store: Store, token_budget: int, seed: int) -> Iterator[int]:
+    """Samples of one epoch, pack after pack."""
+    readable = np.flatnonzero(~np.isin(np.arange(store.num_samples), np.fromiter(store.rejected, np.int64)))
+    if len(readable) == 0:
+        raise StoreError("every sample of the store was rejected", where=store.path)
+    plan = plan_for(
+        "global",
+        store.samples.length[readable],
+        seed=seed,
+        token_budget=token_budget,
+        packs_per_step=1,
+        samples=readable,
+    )
+    left, cursor = len(readable), PackCursor()
+    while left > 0:
+        packs, cursor = plan.step(cursor)
+        yield from packs[0][:left].tolist()
+        left -= len(packs[0])
+
+
+def _files(store: Store, layers: list[int]) -> list[Path]:
+    """The objects of the hidden states of these layers."""
+    return [
+        store.path / array.object_path(shard)
+        for layer in layers
+        for array in hidden_arrays(store.manifest, layer).values()
+        for shard in range(store.num_shards)
+    ]
+
+
+def _cached_share(files: list[Path]) -> float | None:
+    if not page_cache.can_tell(files[0]):
+        return None
+    return page_cache.cached_share(files[:: -(-len(files) // _MOST_FILES)])

@@ -1,0 +1,203 @@
+"""Reading rows of one array: the page cache and the disk give the same, whatever the codec, rows and buffer."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cache_tools import page_cache, shard_files, shards
+from cache_tools.arrays import ArraySpec
+from cache_tools.errors import CorruptError, StoreError
+from cache_tools.shards import ShardAppender, ShardedArray
+
+CHUNK_ROWS, CHUNKS = 4, 8
+SHARD_ROWS = CHUNK_ROWS * CHUNKS
+SHAPES: list[tuple[str, tuple[int, ...]]] = [("uint16", (6,)), ("int8", (5,)), ("float32", ())]
+
+
+def spec(dtype: str, row_shape: tuple[int, ...], *, compressed: bool) -> ArraySpec:
+    return ArraySpec("a", dtype, (3 * SHARD_ROWS, *row_shape), CHUNK_ROWS, SHARD_ROWS, compressed=compressed)
+
+
+def written(root: Path, array: ArraySpec, seed: int = 0) -> NDArray[Any]:
+    """Fills three shards, but for rows 8-17 of each, of which one chunk is left out; returns what they hold."""
+    values = np.random.default_rng(seed).integers(0, 100, array.shape).astype(array.dtype)
+    for shard in range(3):
+        first = shard * SHARD_ROWS
+        values[first + 8 : first + 18] = 0
+        appender = ShardAppender(root, array, shard)
+        for rows in (range(first, first + 8), range(first + 18, first + SHARD_ROWS)):
+            appender.write(rows.start, values[rows.start : rows.stop])
+        appender.finish()
+    return values
+
+
+@pytest.fixture(params=["page cache", "disk"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the bytes come from."""
+    if request.param == "disk":
+        monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize(("dtype", "row_shape"), SHAPES)
+def test_any_rows_into_any_buffer_are_those_that_were_written(
+    tmp_path: Path, source: str, dtype: str, row_shape: tuple[int, ...], compressed: bool, monkeypatch: Any
+) -> None:
+    array = spec(dtype, row_shape, compressed=compressed)
+    values = written(tmp_path, array)
+    reader = ShardedArray(tmp_path, array)
+    piece = 2 * CHUNK_ROWS * values[:1].nbytes
+    monkeypatch.setattr(shards, "_PIECE_BYTES", np.uint64(piece))
+    monkeypatch.setattr(shards, "_PROCESSOR_CACHE_BYTES", piece)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(0, len(values)), st.integers(0, len(values)), st.booleans())
+    def check(first: int, end: int, strided: bool) -> None:
+        first, end = sorted((first, end))
+        wide = np.full((end - first, 3, *row_shape), 77, dtype)
+        out = wide[:, 1] if strided else np.full((end - first, *row_shape), 77, dtype)
+        reader.read_rows(first, out)
+        np.testing.assert_array_equal(out, values[first:end])
+        assert (wide[:, ::2] == 77).all()
+
+    check()
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_every_flipped_byte_of_a_chunk_is_noticed(tmp_path: Path, source: str, compressed: bool) -> None:
+    array = spec("uint16", (6,), compressed=compressed)
+    values = written(tmp_path, array)
+    path = tmp_path / array.object_path(1)
+    content = path.read_bytes()
+    rows = slice(SHARD_ROWS + 20, SHARD_ROWS + 30)  # two whole chunks and a part of one
+    touched = undisturbed = 0
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+        out = np.empty_like(values[rows])
+        message = ""
+        try:
+            ShardedArray(tmp_path, array).read_rows(rows.start, out, "sample 7")
+        except CorruptError as error:
+            message = str(error)
+        if message:
+            assert "sample 7" in message and "shard 1" in message
+            touched += 1
+        else:
+            np.testing.assert_array_equal(out, values[rows])
+            undisturbed += 1
+    assert touched >= 3 * 4 + CHUNKS * 16 and undisturbed > 0
+
+
+def test_a_reader_takes_what_the_page_cache_has_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    reader = ShardedArray(tmp_path, array)
+    out = np.empty_like(values[:8])
+    reader.read_rows(0, out)
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read from the disk"))
+    reader.read_rows(0, out)
+    np.testing.assert_array_equal(out, values[:8])
+
+
+def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    path = tmp_path / array.object_path(0)
+    page_cache.drop([path])
+    if page_cache.cached_share([path]) > 0:
+        pytest.skip("this file system keeps everything in memory")
+    shard = shard_files.OpenShard(path, array)
+    page_cache.drop([path])
+    assert shard.cached(0, 100) is None
+    out = np.empty_like(values[:SHARD_ROWS])
+    ShardedArray(tmp_path, array).read_rows(0, out)
+    np.testing.assert_array_equal(out, values[:SHARD_ROWS])
+    assert shard.cached(0, 100) is not None
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_file_cut_short_under_an_open_reader_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path, source: str, compressed: bool
+) -> None:
+    array = ArraySpec("a", "uint16", (512, 4096), 64, 512, compressed=compressed)
+    values = np.random.default_rng(0).integers(0, 2**16, array.shape).astype(np.uint16)
+    appender = ShardAppender(tmp_path, array, 0)
+    appender.write(0, values)
+    appender.finish()
+    reader = ShardedArray(tmp_path, array)
+    out = np.empty_like(values)
+    reader.read_rows(0, out)
+    os.truncate(tmp_path / array.object_path(0), 5000)
+    with pytest.raises(CorruptError, match="truncated"):
+        reader.read_rows(0, out)
+
+
+def test_a_repaired_file_is_opened_anew_after_an_error(tmp_path: Path, source: str) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    path = tmp_path / array.object_path(0)
+    sound = path.read_bytes()
+    path.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
+    reader = ShardedArray(tmp_path, array)
+    out = np.empty_like(values[:4])
+    with pytest.raises(CorruptError):
+        reader.read_rows(0, out)
+    (tmp_path / "new").write_bytes(sound)
+    os.rename(tmp_path / "new", path)
+    reader.read_rows(0, out)
+    np.testing.assert_array_equal(out, values[:4])
+
+
+def test_a_failing_disk_is_an_error_that_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = spec("uint16", (6,), compressed=True)
+    values = written(tmp_path, array)
+    reader = ShardedArray(tmp_path, array)
+    out = np.empty_like(values[:4])
+    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, "preadv", fail)
+        with pytest.raises(StoreError, match="Input/output error"):
+            reader.read_rows(0, out)
+    reader.read_rows(0, out)
+    np.testing.assert_array_equal(out, values[:4])
+
+
+def test_a_short_read_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    original = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:7]], offset))
+    out = np.empty_like(values)
+    ShardedArray(tmp_path, array).read_rows(0, out)
+    np.testing.assert_array_equal(out, values)
+
+
+def test_a_bounded_number_of_files_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    monkeypatch.setattr(shard_files, "MOST_OPEN", 2)
+    before = len(os.listdir("/proc/self/fd"))
+    files = shard_files.ShardFiles()
+    reader = ShardedArray(tmp_path, array, files)
+    out = np.empty_like(values)
+    for _ in range(3):
+        reader.read_rows(0, out)
+        np.testing.assert_array_equal(out, values)
+    assert len(os.listdir("/proc/self/fd")) == before + 2 * 2  # each with the descriptor of its map
+    del reader, files
+    assert len(os.listdir("/proc/self/fd")) == before
