@@ -6,7 +6,9 @@ K = tokens kept of the target's distribution.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,15 @@ class TeacherRows:
     def __post_init__(self) -> None:
         assert (self.hidden is None) != (self.topk_ids is None), "one form, not both and not none"
         assert (self.topk_ids is None) == (self.topk_logprobs is None), "top-k needs tokens and log-probabilities"
+
+    @classmethod
+    def of_store(cls, arrays: Mapping[str, NDArray[Any]]) -> TeacherRows:
+        """From the arrays [T, ...] of `cache_tools.arrays.teacher_arrays`."""
+        if "bits" in arrays:
+            return cls(hidden=torch.from_numpy(arrays["bits"].view(np.int16)).view(torch.bfloat16))
+        return cls(
+            topk_ids=torch.from_numpy(arrays["topk_ids"]), topk_logprobs=torch.from_numpy(arrays["topk_logprobs"])
+        )
 
     def to(self, device: torch.device) -> TeacherRows:
         """The same rows on a device; the copy may still be under way."""

@@ -40,12 +40,14 @@ class Loader:
         prefetch_bytes: int,
         num_threads: int,
         skip_unreadable: bool = False,
+        with_teacher: bool = False,
     ) -> None:
         """
         Args:
             plan: packs of samples of the store, as `pack_plan` makes them.
             start_state: `StepBatch.state` of the last step done, by any number of ranks.
             skip_unreadable: deliver a sample that cannot be read as zeros without loss, instead of raising.
+            with_teacher: packs carry what the store holds of the target's prediction.
 
         Raises:
             StoreError: the store is incomplete or lacks a layer.
@@ -63,7 +65,9 @@ class Loader:
                 fix="choose among the stored layers, or precompute a store that has them",
             )
         cursor = PackCursor() if start_state is None else plan.resume(start_state)
-        self._read_ahead = ReadAhead(store, plan, layer_ids, rank, world_size, prefetch_bytes, skip_unreadable)
+        self._read_ahead = ReadAhead(
+            store, plan, layer_ids, rank, world_size, prefetch_bytes, skip_unreadable, with_teacher
+        )
         weakref.finalize(self, self._read_ahead.close)
         self._read_ahead.start(cursor, num_threads)
 

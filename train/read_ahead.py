@@ -20,11 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cache_tools.arrays import teacher_arrays
 from cache_tools.errors import StoreError
 from cache_tools.packs import PackCursor, PackPlan
 from cache_tools.quantise import QUANTISED
 from cache_tools.reader import Store
-from train.batches import LoaderStats, Pack, StepBatch
+from train.batches import LoaderStats, Pack, StepBatch, TeacherRows
 from train.tapped import LOSSLESS_PART, PackBuffer, TappedStates, as_tensors, bytes_per_token
 
 # A rank that never gets a pack would otherwise plan without end.
@@ -42,6 +43,7 @@ class _OpenPack:
     first: NDArray[np.uint16] | None  # [F, D, H], exact first rows where the parts do not hold them
     input_ids: NDArray[np.int64]  # [T]
     loss_mask: NDArray[np.bool_]  # [T]
+    teacher: dict[str, NDArray[np.generic]]  # [T, ...] by the names of `teacher_arrays`; empty unless asked for
     num_missing: int  # samples not read yet
     errors: dict[int, BaseException] = field(default_factory=dict)  # by position in the pack
     unreadable: dict[int, BaseException] = field(default_factory=dict)  # by sample
@@ -62,6 +64,7 @@ class _OpenPack:
                 first=None if self.first is None else torch.from_numpy(self.first.view(np.int16)).view(torch.bfloat16),
                 channel_scale=channel_scale,
             ),
+            teacher=TeacherRows.of_store(self.teacher) if self.teacher else None,
         )
 
 
@@ -94,10 +97,12 @@ class ReadAhead:
         world_size: int,
         prefetch_bytes: int,
         skip_unreadable: bool,
+        with_teacher: bool,
     ) -> None:
         self._store, self._plan, self._layer_ids = store, plan, list(layer_ids)
         self._rank, self._world_size = rank, world_size
         self._skip_unreadable = skip_unreadable
+        self._teacher_arrays = teacher_arrays(store.manifest) if with_teacher else {}
         self._lengths = store.samples.length
         self._supervised = store.samples.supervised
         self._codec = store.manifest.codec
@@ -254,6 +259,10 @@ class ReadAhead:
             first=self._room_for_first(len(samples)),
             input_ids=np.empty(num_tokens, np.int64),
             loss_mask=np.empty(num_tokens, np.bool_),
+            teacher={
+                name: np.empty((num_tokens, *array.shape[1:]), array.dtype)
+                for name, array in self._teacher_arrays.items()
+            },
             num_missing=len(samples),
         )
         # Neighbours in the store one after the other, so that the disk sees one long read.
@@ -325,6 +334,8 @@ class ReadAhead:
         pack.input_ids[rows], pack.loss_mask[rows] = 0, False
         for part in pack.parts.values():
             part[:, rows] = np.zeros((), part.dtype)
+        for values in pack.teacher.values():
+            values[rows] = np.zeros((), values.dtype)
         if pack.first is not None:
             pack.first[:, position] = 0
 
@@ -332,6 +343,9 @@ class ReadAhead:
         sample = int(pack.samples[position])
         rows = _rows(pack, position)
         pack.input_ids[rows], pack.loss_mask[rows] = self._store.read_tokens(sample)
+        if pack.teacher:
+            for name, values in self._store.read_teacher(sample).items():
+                pack.teacher[name][rows] = values
         if pack.first is None:
             bits = pack.parts[LOSSLESS_PART].view(np.uint16)
             self._store.read_hidden(sample, self._layer_ids, out=bits[:, rows].transpose(1, 0, 2))

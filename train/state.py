@@ -126,6 +126,7 @@ class TrainingState:
             prefetch_bytes=self.config.prefetch_mb * 1_000_000,
             num_threads=self.config.reader_threads,
             skip_unreadable=self.config.max_unreadable > 0,
+            with_teacher=self.config.kl_weight > 0,
         )
 
 
