@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3_5TextConf
 
 from train.anchors import block_targets, block_tokens, decay_weights
 from train.attention import BlockLayout
-from train.decoding import Decoded, SpeculativeDecoder, decode_greedily
+from train.decoding import Decoded, SpeculativeDecoder, decode_plain
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
 from train.objective import OutputHead, block_loss
@@ -104,7 +104,7 @@ def overfit(drafter: DFlashDrafter, target: Any, tokens: Tensor, first: int) -> 
 
 
 def plain(target: Any, prompt: Tensor, max_new_tokens: int, stop_ids: tuple[int, ...] = ()) -> Decoded:
-    return decode_greedily(target, prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    return decode_plain(target, prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
 
 
 @cache

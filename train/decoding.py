@@ -1,4 +1,4 @@
-"""Greedy decoding, plain and speculative: a drafter proposes a block, the target verifies it in one pass.
+"""Decoding, plain and speculative: a drafter proposes a block, the target verifies it in one pass.
 
 Both run the same target code, so that they can be compared token for token and second for second.
 """
@@ -13,25 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.drafter import DFlashDrafter
+from train.acceptance import Acceptance
+from train.drafter import ContextCache, DFlashDrafter
+from train.sampling import Chooser, Greedy
 from train.target_parts import TargetParts
 from train.target_state import TargetState
 
 
-@dataclass
-class Decoded:
+@dataclass(kw_only=True)
+class Decoded(Acceptance):
     """One answer and what it cost. Times are in seconds; a step is one pass of the target after the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     """The new tokens, an end token included."""
-    acceptance_lengths: list[int] = field(default_factory=list)
-    """Tokens gained per step: accepted ones and the bonus token, cut at the end of the answer."""
-    proposed_at: list[int] = field(default_factory=list)
-    """Steps that proposed a token in slot k (index k - 1)."""
-    reached_at: list[int] = field(default_factory=list)
-    """Of these, steps in which all slots before k were accepted."""
-    accepted_at: list[int] = field(default_factory=list)
-    """Of these, steps that accepted slot k too. Over `proposed_at`: acceptance; over `reached_at`: conditional."""
     prefill_seconds: float = 0.0
     """The prompt's pass, both models."""
     target_seconds: float = 0.0
@@ -66,24 +60,27 @@ class _Clock:
 
 
 @torch.inference_mode()
-def decode_greedily(target: Any, prompt: Tensor, *, max_new_tokens: int, stop_ids: Collection[int]) -> Decoded:
-    """Plain decoding: one pass of the target per token. `prompt` int64 [n], n >= 1; max_new_tokens >= 1."""
+def decode_plain(
+    target: Any, prompt: Tensor, *, max_new_tokens: int, stop_ids: Collection[int], chooser: Chooser | None = None
+) -> Decoded:
+    """One pass of the target per token, by default greedily. `prompt` int64 [n], n >= 1; max_new_tokens >= 1."""
+    chooser = chooser or Greedy()
     decoded = Decoded()
     clock = _Clock(prompt.device)
     with TargetState(target) as state:
-        token = state.prefill(prompt)[-1].argmax()
-        decoded.tokens.append(int(token))
+        decoded.tokens.append(chooser.pick(state.prefill(prompt)[-1]))
         decoded.prefill_seconds = clock.lap()
         while len(decoded.tokens) < max_new_tokens and decoded.tokens[-1] not in stop_ids:
-            token = state.extend(token[None])[-1].argmax()
-            decoded.tokens.append(int(token))
+            logits = state.extend(prompt.new_tensor(decoded.tokens[-1:]))
+            decoded.tokens.append(chooser.pick(logits[-1]))
             decoded.acceptance_lengths.append(1)
         decoded.target_seconds = clock.lap()
     return decoded
 
 
 class SpeculativeDecoder:
-    """Block-parallel speculative decoding of one sequence at a time; the answer is the target's own greedy answer.
+    """Block-parallel speculative decoding of one sequence at a time. Greedily the answer is the target's own; drawn at
+    a temperature it is distributed as the target's.
 
     `target` is a Hugging Face causal language model in eval mode; `parts` are its embedding and output head, as the
     drafter was trained with. All on one device.
@@ -93,46 +90,47 @@ class SpeculativeDecoder:
         self._target, self._drafter, self._parts = target, drafter, parts
 
     @torch.inference_mode()
-    def decode(self, prompt: Tensor, *, max_new_tokens: int, stop_ids: Collection[int]) -> Decoded:
+    def decode(
+        self, prompt: Tensor, *, max_new_tokens: int, stop_ids: Collection[int], chooser: Chooser | None = None
+    ) -> Decoded:
         """The answer to `prompt` (int64 [n], n >= 1), at most `max_new_tokens` >= 1 tokens, up to a stop token."""
+        chooser = chooser or Greedy()
         config = self._drafter.config
-        num_drafts = config.block_size - 1
-        decoded = Decoded(proposed_at=[0] * num_drafts, reached_at=[0] * num_drafts, accepted_at=[0] * num_drafts)
+        decoded = Decoded.of_block_size(config.block_size)
         clock = _Clock(prompt.device)
         context = self._drafter.new_cache()
         with TargetState(self._target, config.target_layer_ids) as state:
-            anchor = int(state.prefill(prompt)[-1].argmax())
+            anchor = chooser.pick(state.prefill(prompt)[-1])
             decoded.tokens.append(anchor)
             features = state.features()
             decoded.prefill_seconds = clock.lap()
             while len(decoded.tokens) < max_new_tokens and anchor not in stop_ids:
                 # The drafter sees positions before the anchor only: the anchor's own features do not exist yet.
                 self._drafter.extend(context, features.to(self._drafter.fc.weight.dtype))
-                drafts = self._draft(anchor, context)[: max_new_tokens - len(decoded.tokens) - 1]
+                drafts = chooser.draft(self._draft_logits(anchor, context))
+                drafts = drafts.first(max_new_tokens - len(decoded.tokens) - 1)
                 decoded.drafter_seconds += clock.lap()
 
-                block = torch.cat([prompt.new_tensor([anchor]), drafts])
-                logits, keep = state.propose(block)
-                choices = logits.argmax(-1)
-                num_accepted = int((choices[:-1] == drafts).long().cumprod(0).sum())
-                gained = _until_stop(choices[: num_accepted + 1].tolist(), stop_ids)
+                logits, keep = state.propose(torch.cat([prompt.new_tensor([anchor]), drafts.tokens]))
+                num_accepted, bonus = chooser.verify(logits, drafts)
+                gained = _until_stop([*drafts.tokens[:num_accepted].tolist(), bonus], stop_ids)
                 keep(len(gained))
                 features = state.features()[: len(gained)]
                 decoded.target_seconds += clock.lap()
 
-                _count(decoded, len(drafts), num_accepted, gained, stop_ids)
+                _count(decoded, len(drafts.tokens), num_accepted, gained, stop_ids)
                 decoded.tokens += gained
                 anchor = gained[-1]
         return decoded
 
-    def _draft(self, anchor: int, context: Any) -> Tensor:
-        """The drafter's choices [B - 1] for the tokens after the anchor."""
+    def _draft_logits(self, anchor: int, context: ContextCache) -> Tensor:
+        """The drafter's logits [B - 1, V] for the tokens after the anchor."""
         config, parts = self._drafter.config, self._parts
         block = torch.full((config.block_size,), config.mask_token_id, device=parts.embedding.device)
         block[0] = anchor
         embeds = parts.embedding[block].to(self._drafter.fc.weight.dtype)
         hidden = self._drafter.draft_block(embeds, context)[1:]
-        return (hidden.to(parts.lm_head.dtype) @ parts.lm_head.T).argmax(-1)
+        return hidden.to(parts.lm_head.dtype) @ parts.lm_head.T
 
 
 def _until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
@@ -143,11 +141,7 @@ def _until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
 
 def _count(decoded: Decoded, num_drafts: int, num_accepted: int, gained: list[int], stop_ids: Collection[int]) -> None:
     """Records one step. Slots after the answer's end were never asked for and do not count."""
-    decoded.acceptance_lengths.append(len(gained))
     if gained[-1] in stop_ids:
         num_drafts = min(num_drafts, len(gained))
         num_accepted = min(num_accepted, len(gained))
-    for slot in range(num_drafts):
-        decoded.proposed_at[slot] += 1
-        decoded.reached_at[slot] += slot <= num_accepted
-        decoded.accepted_at[slot] += slot < num_accepted
+    decoded.count(num_drafts=num_drafts, num_accepted=num_accepted, num_gained=len(gained))
