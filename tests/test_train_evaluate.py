@@ -69,7 +69,7 @@ def test_means_over_requests_and_over_steps_differ_as_they_should() -> None:
     assert report["plain_tokens_per_second"] == pytest.approx(1.0)
     assert report["speedup"] == pytest.approx(10 / 3)
     assert report["identical"] == 2
-    assert "2 of 3 identical" in describe(report) and "2.000 (mean over requests), 2.500 (pooled)" in describe(report)
+    assert "2 of 3 identical" in describe(report) and "2.000 (mean over answers), 2.500 (pooled)" in describe(report)
 
 
 def test_slots_never_reached_have_no_share() -> None:
@@ -88,7 +88,7 @@ def test_answers_of_one_token_have_neither_speed_nor_acceptance_length(
     assert report["num_tokens"] == 2 and report["identical"] == (2 if plain else None)
     for name in ("acceptance_length", "acceptance_length_pooled", "tokens_per_second", "speedup"):
         assert report[name] is None
-    assert "acceptance length  - (mean over requests)" in describe(json.loads(json.dumps(report)))
+    assert "acceptance length  - (mean over answers)" in describe(json.loads(json.dumps(report)))
 
 
 def test_the_prompt_ends_with_the_last_user_message(target: Path, drafter: Path, tmp_path: Path) -> None:

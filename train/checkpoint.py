@@ -7,7 +7,9 @@ import os
 import pickle
 import re
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from torch import Tensor
 from cache_tools.errors import CheckpointError
 from train.run_files import writing
 
-_NAME = re.compile(r"step-(\d{9})")
-_PLAIN = ("step", "drafter", "config", "cursor", "order_hash", "num_unreadable")
+_NAME = re.compile(r"(step|best)-\d{9}")
+_PLAIN = ("step", "drafter", "config", "cursor", "order_hash", "num_unreadable", "validation")
 _WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.pt"
 # What the readers of JSON, safetensors and torch raise for damaged files.
 _UNREADABLE = (
@@ -53,6 +55,8 @@ class Checkpoint:
     """Hash of which samples each step so far trained on, 16 hex digits."""
     num_unreadable: int = 0
     """Samples left out so far because they could not be read."""
+    validation: dict[str, Any] = field(default_factory=dict)
+    """What the held-out samples gave at this step; empty when they were not asked."""
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -65,12 +69,31 @@ def save(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
     Raises CheckpointError when the disk does not take it; older checkpoints stay.
     """
-    with writing(run / "checkpoints" / f"step-{checkpoint.step:09d}"):
-        return _save(run / "checkpoints", checkpoint, keep)
-
-
-def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    folder = run / "checkpoints"
     final = folder / f"step-{checkpoint.step:09d}"
+    with writing(final):
+        _save(final, checkpoint)
+        for old in _all(folder)[:-keep]:
+            _discard(old)
+    return final
+
+
+def save_best(run: Path, checkpoint: Checkpoint) -> Path:
+    """Writes `run/checkpoints/best-N` like `save`, then removes the best one so far. It is to be exported, not resumed
+    from: it has no optimizer. `checkpoint.validation` says how good it is. Raises CheckpointError as `save` does.
+    """
+    folder = run / "checkpoints"
+    final = folder / f"best-{checkpoint.step:09d}"
+    with writing(final):
+        _save(final, replace(checkpoint, optimizer={}))
+        for old in folder.glob("best-*"):
+            if old != final:
+                _discard(old)
+    return final
+
+
+def _save(final: Path, checkpoint: Checkpoint) -> None:
+    folder = final.parent
     temporary = folder / f".tmp-{os.getpid()}-{final.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,9 +119,6 @@ def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in _all(folder)[:-keep]:
-        _discard(old)
-    return final
 
 
 def latest(run: Path) -> Path | None:
@@ -107,9 +127,31 @@ def latest(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def best(run: Path) -> Path | None:
+    """The checkpoint with the highest acceptance length on the held-out samples, or None.
+
+    Raises CheckpointError for a damaged one.
+    """
+    # A kill may leave two. The first to reach a value stays the best.
+    found = sorted(path for path in (run / "checkpoints").glob("best-*") if _NAME.fullmatch(path.name))
+    return max(found, key=lambda path: acceptance_length_of(read_plain(path)), default=None)
+
+
+def acceptance_length_of(plain: Mapping[str, Any]) -> float:
+    """The held-out acceptance length that a checkpoint's `read_plain` holds, in tokens; 0 without one."""
+    return float(plain["validation"].get("acceptance_length") or 0.0)
+
+
+def read_plain(path: Path) -> dict[str, Any]:
+    """All of a checkpoint but its tensors, by the names of `Checkpoint`. Raises CheckpointError."""
+    with _reading(path):
+        plain: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+        return {"validation": {}, **plain}
+
+
 def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer: bool = True) -> Checkpoint:
     """Reads a checkpoint. Raises CheckpointError naming the file that is missing or damaged."""
-    try:
+    with _reading(path):
         plain = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         for name, expected in plain.pop("crc32c", {}).items():
             if (with_optimizer or name != _OPTIMIZER) and _crc32c(path / name) != expected:
@@ -125,6 +167,12 @@ def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer
             optimizer=optimizer,
             **plain,
         )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except _UNREADABLE as error:
         raise CheckpointError(
             "the checkpoint cannot be read",

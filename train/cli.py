@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -52,14 +52,28 @@ def run(config: TrainConfig) -> None:
 @config_options(EvalConfig)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def evaluate_command(config: EvalConfig, as_json: bool) -> None:
-    """Speculative decoding against the real target: acceptance length, speed, and proof of equal output."""
+    """Acceptance length, by speculative decoding with the target or from a store.
+
+    With the target it also measures speed and proves that greedy output is equal.
+
+    A store needs no target: a drafted token counts as accepted when it is the stored one. That is exact for answers
+    that the target generated greedily, and an estimate for others.
+    """
     from cache_tools.progress import progress_bar
-    from train.evaluate import describe, evaluate
 
     with progress_bar(total=None, unit="tok", desc="evaluate") as progress:
-        report = evaluate(config, progress)
-    click.echo(json.dumps(report, indent=1) if as_json else describe(report))
-    if config.dtype == "float32" and report["identical"] not in (None, report["num_prompts"]):
+        if config.store is not None:
+            from train.store_evaluation import describe_store, evaluate_store
+
+            report = evaluate_store(config, progress)
+            text = describe_store(report)
+        else:
+            from train.evaluate import describe, evaluate
+
+            report = evaluate(config, progress)
+            text = describe(report)
+    click.echo(json.dumps(report, indent=1) if as_json else text)
+    if config.dtype == "float32" and report.get("identical") not in (None, report.get("num_prompts")):
         raise click.exceptions.Exit(1)
 
 
@@ -69,7 +83,7 @@ def evaluate_command(config: EvalConfig, as_json: bool) -> None:
     "source",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of a training run (its newest checkpoint is exported), or of an exported drafter.",
+    help="Folder of a training run, or of an exported drafter.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the exported drafter.")
 @click.option(
@@ -84,13 +98,20 @@ def evaluate_command(config: EvalConfig, as_json: bool) -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of the target, compared with the drafter; speculators takes name, embedding and output head from it.",
 )
-def export(source: Path, out: Path, format: Format, target: Path | None) -> None:
+@click.option(
+    "--checkpoint",
+    type=click.Choice(["last", "best"]),
+    default="last",
+    show_default=True,
+    help="Of a training run: the newest one, or the one with the highest acceptance length in validation.",
+)
+def export(source: Path, out: Path, format: Format, target: Path | None, checkpoint: Literal["last", "best"]) -> None:
     """Write the drafter in a format that vLLM, SGLang or transformers read."""
     from train.export import export_drafter
     from train.loading import load_any_drafter
     from train.target_folder import TargetFolder
 
-    drafter = load_any_drafter(source)
+    drafter = load_any_drafter(source, checkpoint)
     opened = TargetFolder.open(target) if target is not None else None
     number = export_drafter(drafter, out, format=format, target=opened)
     click.echo(f"exported {number} tensors to {out}")

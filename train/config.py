@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from cache_tools.errors import ConfigError
+from cache_tools.settings import flag_name
 from cache_tools.template_args import parse_template_args
 
 # Weights of the paper (arXiv 2602.06036, A.1): the larger the block, the slower the weight decays over its slots.
@@ -116,14 +117,18 @@ class TrainConfig:
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints stay on disk, besides the best one."""
+    validate_every: int | None = None
+    """Steps between looks at the held-out samples; 0: never. Default: as checkpoints, with a --validation-share."""
+    validation_samples: int = 64
+    """Most held-out samples used while training, always the same ones; they are read anew each time."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
         _at_least("block_size", self.block_size, 2)
         for name in ("token_budget", "packs_per_step", "anchors_per_step", "reader_threads", "prefetch_mb"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("log_every", "checkpoint_every", "keep_checkpoints", "sliding_window"):
+        for name in ("log_every", "checkpoint_every", "keep_checkpoints", "sliding_window", "validation_samples"):
             _at_least(name, getattr(self, name), 1)
         for name in (
             "num_draft_layers",
@@ -143,6 +148,7 @@ class TrainConfig:
             "weight_decay",
             "mask_token_id",
             "max_unreadable",
+            "validate_every",
         ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 0)
@@ -162,6 +168,15 @@ class TrainConfig:
             )
         if self.init_target is not None and self.init_drafter is not None:
             raise ConfigError("init_target and init_drafter exclude each other", fix="give only one of them")
+        if self.validate_every and not self.validation_share:
+            raise ConfigError("no sample is held out to validate with", fix="give --validation-share, for example 0.02")
+
+    @property
+    def steps_between_validations(self) -> int:
+        """0: the held-out samples are not looked at."""
+        if self.validate_every is None:
+            return self.checkpoint_every if self.validation_share else 0
+        return self.validate_every
 
     @property
     def slot_gamma(self) -> float:
@@ -174,43 +189,78 @@ class TrainConfig:
 # What may change between a run and its resumption: none of these alters what is computed.
 RESUMABLE_CHANGES = frozenset(
     {"out", "store", "threads", "reader_threads", "prefetch_mb", "log_every", "checkpoint_every"}
-    | {"keep_checkpoints", "init_target", "init_drafter", "max_unreadable"}
+    | {"keep_checkpoints", "validate_every", "init_target", "init_drafter", "max_unreadable"}
 )
+
+
+_ONLY_WITH_TARGET = ("prompts", "max_prompts", "template_args", "temperature", "seed", "plain")
+_ONLY_FROM_STORE = ("samples", "max_samples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Settings of `dflash-train eval`."""
 
-    target: Path
-    """Folder of the target model with tokenizer and weights."""
+    target: Path | None = None
+    """Folder of the target model with tokenizer and weights: real speculative decoding of --prompts."""
+    store: Path | None = None
+    """Instead: a store whose answers are walked block by block. Exact if the target generated them greedily."""
     drafter: Path
-    """Exported or published drafter (z-lab or speculators), or the folder of a training run (its newest checkpoint)."""
-    prompts: tuple[Path, ...]
-    """JSONL files with `messages`; everything up to the last user message is the prompt."""
-    max_prompts: int | None = None
-    """Use only the first so many prompts of each file."""
+    """Exported or published drafter (z-lab or speculators), or the folder of a training run."""
+    checkpoint: Literal["last", "best"] = "last"
+    """Which checkpoint of a training run: the newest, or the one with the highest acceptance length in validation."""
     max_new_tokens: int = 128
-    """Most tokens generated per prompt."""
+    """Most tokens generated per prompt, or walked of each stored answer."""
+    prompts: tuple[Path, ...] = ()
+    """With --target: JSONL files with `messages`; everything up to the last user message is the prompt."""
+    max_prompts: int | None = None
+    """With --target: use only the first so many prompts of each file."""
     template_args: tuple[str, ...] = ()
-    """Variables for the chat template as NAME=JSON, as the store was planned with."""
+    """With --target: variables for the chat template as NAME=JSON, as the store was planned with."""
+    temperature: float = 0.0
+    """With --target: 0 decodes greedily. Above, tokens are drawn, and drafts kept or refused without loss."""
+    seed: int = 0
+    """With --temperature: seed of the draws."""
+    plain: bool = True
+    """With --target: also decode without the drafter, to compare output and speed."""
+    samples: tuple[int, ...] = ()
+    """With --store: these samples. Default: those that the drafter's run held out, else all."""
+    max_samples: int | None = None
+    """With --store: at most so many samples, always the same ones."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32: greedy output must be identical with and without drafter, else exit 1. bfloat16: for speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda when there is one."""
     threads: int | None = None
     """Compute threads on the CPU. Default: torch's choice."""
-    plain: bool = True
-    """Also decode without the drafter, to compare output and speed."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
         _at_least("max_new_tokens", self.max_new_tokens, 1)
-        for name in ("max_prompts", "threads"):
+        for name in ("max_prompts", "max_samples", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError("temperature must be 0 or more", got=self.temperature)
+        if self.seed and not self.temperature:
+            raise ConfigError("greedy decoding draws nothing", got=f"--seed {self.seed}", fix="give --temperature")
+        if (self.target is None) == (self.store is None):
+            raise ConfigError(
+                "evaluate against the target, or from a store",
+                got="neither" if self.target is None else "both",
+                fix="give --target TARGET with --prompts FILE.jsonl, or --store STORE",
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        other = _ONLY_FROM_STORE if self.store is None else _ONLY_WITH_TARGET
+        misplaced = [flag_name(name) for name in other if getattr(self, name) != defaults[name]]
+        if misplaced:
+            raise ConfigError(
+                f"this has no meaning {'with --target' if self.store is None else 'with --store'}",
+                got=", ".join(misplaced),
+                fix="leave it out",
+            )
         parse_template_args(self.template_args)
-        if not self.prompts:
+        if self.target is not None and not self.prompts:
             raise ConfigError("no prompts", fix="give --prompts FILE.jsonl")
 
 

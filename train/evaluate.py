@@ -1,10 +1,10 @@
-"""Speculative decoding against the real target: how much is gained, and proof that the answers are the target's own."""
+"""Speculative decoding with the real target: how much is gained, and proof that the answers are the target's own."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +13,99 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetError
+from cache_tools.order import mix64
 from cache_tools.progress import Progress
 from cache_tools.template_args import parse_template_args
+from train.acceptance import acceptance_lines, acceptance_report, shown_length
 from train.config import EvalConfig
-from train.decoding import Decoded, SpeculativeDecoder, decode_greedily
+from train.decoding import Decoded, SpeculativeDecoder, decode_plain
 from train.devices import pick_device
 from train.drafter import DFlashDrafter
 from train.loading import load_any_drafter
+from train.sampling import Chooser, Greedy, Sampling
 from train.target_parts import TargetParts
+
+_DRAW_KEY = 0x64726177  # separates the draws from every other use of the same seed
 
 
 def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Decodes every prompt with the drafter and, unless `config.plain` is off, without it.
 
-    Returns a report for JSON. Acceptance lengths are tokens per verification step, the bonus token included, once as
-    the mean over requests of each request's mean and once pooled over all steps; `by_position` has, for slot k = 1..,
-    the share of proposals accepted (`accepted`) and the share among those whose earlier slots were all accepted
-    (`conditional`). Speeds are tokens per second after the prompt's pass. `identical` counts requests whose answer is
-    the same token for token with and without drafter. A number that needs more than an answer's first token, which
-    the prompt's pass makes, is None when no answer had more.
+    Returns a report for JSON: over all prompts, and the same for every file in `files`. Beside what
+    `acceptance_report` gives, speeds are tokens per second after the prompt's pass. `identical` counts requests whose
+    answer is the same token for token with and without drafter; drawn answers are not compared. A number that needs
+    more than an answer's first token, which the prompt's pass makes, is None when no answer had more.
 
     Raises ConfigError, TargetError, DataError or CheckpointError for what cannot be loaded or does not fit.
     """
+    assert config.target is not None
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    rows = [row for path in config.prompts for row in _rows(path, config.max_prompts)]
+    files = [(path, list(_rows(path, config.max_prompts))) for path in config.prompts]
     target, tokenizer = _load_target(config.target, device, dtype)
-    drafter = load_any_drafter(config.drafter).to(device, dtype).eval()
+    drafter = load_any_drafter(config.drafter, config.checkpoint).to(device, dtype).eval()
     _check_fit(drafter, target, config)
-    decoder = SpeculativeDecoder(target, drafter, target_parts(target))
-    stop_ids = _stop_ids(target)
-
-    speculative: list[Decoded] = []
-    plain: list[Decoded] = []
-    prompts = [_prompt(where, messages, tokenizer, target, config) for where, messages in rows]
-    for prompt in prompts:
-        options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids}
-        speculative.append(decoder.decode(prompt.to(device), **options))
-        if config.plain:
-            plain.append(decode_greedily(target, prompt.to(device), **options))
-        if progress is not None:
-            progress.update(len(speculative[-1].tokens))
-            progress.set_note(f"{len(speculative)} prompts")
-    return _report(config, drafter.config.block_size, speculative, plain)
-
-
-def describe(report: dict[str, Any]) -> str:
-    """The report as lines for a person."""
-    lines = [
-        f"prompts            {report['num_prompts']} ({report['num_tokens']:,} tokens, {report['dtype']})",
-        f"acceptance length  {_shown(report['acceptance_length'])} (mean over requests), "
-        f"{_shown(report['acceptance_length_pooled'])} (pooled), bonus token included",
-        "accepted at slot   " + _by_slot(report, "accepted"),
-        "if all before were " + _by_slot(report, "conditional"),
+    prompts = [
+        [_prompt(where, said, tokenizer, target, config).to(device) for where, said in rows] for _, rows in files
     ]
-    speed = "-" if report["tokens_per_second"] is None else f"{report['tokens_per_second']:.1f} tok/s"
-    if report["speedup"] is not None:
-        speed = f"{report['plain_tokens_per_second']:.1f} -> {speed} ({report['speedup']:.2f}x)"
-    lines.append(f"speed              {speed}")
+    decoder = SpeculativeDecoder(target, drafter, target_parts(target))
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "stop_ids": _stop_ids(target)}
+
+    speculative: list[list[Decoded]] = []
+    plain: list[list[Decoded]] = []
+    for prompts_of_file in prompts:
+        speculative.append([])
+        plain.append([])
+        for prompt in prompts_of_file:
+            number = sum(map(len, speculative))
+            speculative[-1].append(decoder.decode(prompt, chooser=_chooser(config, number, device), **options))
+            if config.plain:
+                plain[-1].append(decode_plain(target, prompt, chooser=_chooser(config, number, device), **options))
+            if progress is not None:
+                progress.update(len(speculative[-1][-1].tokens))
+                progress.set_note(f"{number + 1} prompts")
+    size = drafter.config.block_size
+    report = _report(config, size, [*chain(*speculative)], [*chain(*plain)])
+    parts = zip(config.prompts, speculative, plain, strict=True)
+    report["files"] = [{"prompts": str(path), **_report(config, size, *answers)} for path, *answers in parts]
+    return report
+
+
+def describe(report: Mapping[str, Any]) -> str:
+    """The report as lines for a person."""
+    drawn = f", temperature {report['temperature']:g}" if report["temperature"] else ""
+    lines = [
+        f"prompts            {report['num_prompts']} ({report['num_tokens']:,} tokens, {report['dtype']}{drawn})",
+        *acceptance_lines(report),
+        f"speed              {_speeds(report)}",
+    ]
     if report["identical"] is not None:
         lines.append(f"greedy output      {report['identical']} of {report['num_prompts']} identical to plain decoding")
+    files = report.get("files", [])
+    for part in files if len(files) > 1 else []:
+        lines.append(
+            f"{part['prompts']}: {part['num_prompts']} prompts, acceptance length "
+            f"{shown_length(part['acceptance_length'])} (mean), {shown_length(part['acceptance_length_pooled'])} "
+            f"(pooled), {_speeds(part)}"
+        )
     return "\n".join(lines)
+
+
+def _speeds(report: Mapping[str, Any]) -> str:
+    speed = "-" if report["tokens_per_second"] is None else f"{report['tokens_per_second']:.1f} tok/s"
+    if report["speedup"] is None:
+        return speed
+    return f"{report['plain_tokens_per_second']:.1f} -> {speed} ({report['speedup']:.2f}x)"
+
+
+def _chooser(config: EvalConfig, number: int, device: torch.device) -> Chooser:
+    """How the tokens of one prompt are chosen; its draws do not depend on other prompts."""
+    if not config.temperature:
+        return Greedy()
+    seed = mix64(config.seed, _DRAW_KEY, number) >> 1  # torch takes 63 bits
+    return Sampling(config.temperature, seed=seed, device=device)
 
 
 def target_parts(target: Any) -> TargetParts:
@@ -86,45 +116,22 @@ def target_parts(target: Any) -> TargetParts:
     return TargetParts(embedding=embedding, lm_head=head, norm_weight=unused, norm_eps=0.0, norm_adds_one=False)
 
 
-def _shown(length: float | None) -> str:
-    return "-" if length is None else f"{length:.3f}"
-
-
-def _by_slot(report: dict[str, Any], name: str) -> str:
-    """Up to the first slot that was never reached."""
-    shares = itertools.takewhile(lambda share: share is not None, (slot[name] for slot in report["by_position"]))
-    return "  ".join(f"{k}: {share:.0%}" for k, share in enumerate(shares, start=1)) or "-"
-
-
 def _report(config: EvalConfig, block_size: int, speculative: list[Decoded], plain: list[Decoded]) -> dict[str, Any]:
-    steps = [length for decoded in speculative for length in decoded.acceptance_lengths]
-    means = [sum(d.acceptance_lengths) / len(d.acceptance_lengths) for d in speculative if d.acceptance_lengths]
     speed = _speed(speculative)
     plain_speed = _speed(plain) if plain else None
-    proposed, reached, accepted = (
-        [sum(getattr(decoded, name)[slot] for decoded in speculative) for slot in range(block_size - 1)]
-        for name in ("proposed_at", "reached_at", "accepted_at")
-    )
+    compared = plain if not config.temperature else []
     return {
         "num_prompts": len(speculative),
         "num_tokens": sum(len(decoded.tokens) for decoded in speculative),
         "dtype": config.dtype,
+        "temperature": config.temperature,
         "block_size": block_size,
-        "acceptance_length": _mean(means),
-        "acceptance_length_pooled": _mean(steps),
-        "by_position": [
-            {"accepted": a / p if p else None, "conditional": a / r if r else None}
-            for p, r, a in zip(proposed, reached, accepted, strict=True)
-        ],
+        **acceptance_report(speculative, block_size),
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain_speed,
         "speedup": speed / plain_speed if speed and plain_speed else None,
-        "identical": sum(a.tokens == b.tokens for a, b in zip(speculative, plain, strict=True)) if plain else None,
+        "identical": sum(a.tokens == b.tokens for a, b in zip(speculative, plain, strict=True)) if compared else None,
     }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _speed(decoded: list[Decoded]) -> float | None:

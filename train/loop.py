@@ -14,7 +14,6 @@ from cache_tools.errors import StoreError
 from train import checkpoint as checkpoints
 from train.anchors import block_targets, block_tokens, sample_anchors, slot_weights
 from train.attention import BlockLayout
-from train.checkpoint import Checkpoint
 from train.config import TrainConfig
 from train.features import add_noise
 from train.ledger import extend_hash, tokens_by_source
@@ -25,6 +24,7 @@ from train.ranks import join
 from train.run_files import run_lock
 from train.schedule import cosine, learning_rate
 from train.state import TrainingState, prepare
+from train.validation import Validation
 
 
 def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
@@ -44,6 +44,7 @@ def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
 
 def _run(state: TrainingState, say: Callable[[str], None]) -> None:
     config, ranks = state.config, state.ranks
+    validation = Validation(state, say)
     _save_if_due(state)
     metrics_file = MetricsFile(config.out / "metrics.jsonl", last_step=state.step) if ranks.is_first else None
     if state.step == state.total_steps:
@@ -70,6 +71,7 @@ def _run(state: TrainingState, say: Callable[[str], None]) -> None:
             state.order_hash = extend_hash(state.order_hash, batch.samples)
 
             now = time.monotonic()
+            held_out = validation.if_due()
             metrics = StepMetrics(
                 step=state.step,
                 epoch=batch.epoch,
@@ -85,9 +87,10 @@ def _run(state: TrainingState, say: Callable[[str], None]) -> None:
                 unreadable=num_unreadable,
                 order_hash=f"{state.order_hash:016x}",
                 source_tokens=tokens_by_source(state.store, batch.samples),
+                validation=held_out,
                 seconds=now - began,
             )
-            began = now
+            began = time.monotonic()
             if metrics_file is not None:
                 metrics_file.write(metrics)
             console.count(packs=config.packs_per_step, tokens=batch.tokens)
@@ -225,19 +228,7 @@ def _say_nothing(_: str) -> None:
 def _save_if_due(state: TrainingState) -> None:
     if not (state.must_save() and state.ranks.is_first):
         return
-    snapshot = Checkpoint(
-        step=state.step,
-        weights=state.drafter.state_dict(),
-        feature_scale=state.feature_scale.float(),
-        average=state.average.state_dict() if state.average is not None else {},
-        optimizer=state.optimizer.state_dict(),
-        drafter=state.drafter_plain,
-        config=state.config_plain,
-        cursor=state.cursor,
-        order_hash=f"{state.order_hash:016x}",
-        num_unreadable=state.num_unreadable,
-    )
-    checkpoints.save(state.config.out, snapshot, keep=state.config.keep_checkpoints)
+    checkpoints.save(state.config.out, state.snapshot(), keep=state.config.keep_checkpoints)
 
 
 @dataclass

@@ -41,8 +41,10 @@ class StepMetrics:
     """Which samples each step up to this one trained on: equal in two runs if these were the same."""
     source_tokens: dict[str, int]
     """Context tokens by data source."""
+    validation: Mapping[str, Any] | None
+    """What the held-out samples gave after this step; None when they were not asked."""
     seconds: float
-    """Wall clock of the step, waiting for data included."""
+    """Wall clock of the step, waiting for data included, validation not."""
 
 
 class MetricsFile:

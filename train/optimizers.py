@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by the names of the parameters; not copies."""
         return self._averages
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside the block the drafter has the averages for weights; behind it its own again, to the bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data, self._averages[name] = self._averages[name], parameter.data
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continues from what `state_dict` gave."""

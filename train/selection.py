@@ -1,4 +1,4 @@
-"""Which samples of a store a run trains on, and how often an epoch holds each."""
+"""Which samples of a store a run trains on and how often an epoch holds each, and which ones it is judged by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cache_tools.errors import ConfigError
 from cache_tools.mixing import mix_sources, parse_weights
+from cache_tools.order import Permutation
 from cache_tools.reader import Store
 from cache_tools.split import split_samples
 from train.config import TrainConfig
@@ -23,12 +24,11 @@ def training_samples(config: TrainConfig, store: Store) -> NDArray[np.int64]:
     Raises ConfigError for settings that leave nothing, and for weights of sources that the store does not have.
     """
     table = store.samples
-    share = Fraction(str(config.validation_share))
-    chosen, _ = split_samples(table.content_id, validation_share=share, seed=_SPLIT_SEED)
+    chosen, _ = _split(store, config.validation_share)
     weights = parse_weights(config.source_weights, [source.name for source in store.manifest.data.sources])
     if len(store.rejected) == store.num_samples:
         return np.empty(0, dtype=np.int64)
-    chosen = chosen[~np.isin(chosen, np.fromiter(store.rejected, np.int64))]
+    chosen = _without_rejected(store, chosen)
     if not len(chosen):
         raise ConfigError(
             "every sample is for validation",
@@ -58,3 +58,24 @@ def supervised_tokens(store: Store, samples: NDArray[np.int64], *, num_tokens: i
         borders[begins + store.samples.length[chosen]] -= 1
         seen[ids[mask & (np.cumsum(borders[:-1]) > 0)]] = True
     return np.flatnonzero(seen)
+
+
+def validation_samples(store: Store, validation_share: float) -> NDArray[np.int64]:
+    """Ascending numbers of the samples with hidden states that runs with this --validation-share do not train on."""
+    return _without_rejected(store, _split(store, validation_share)[1])
+
+
+def some_of(samples: NDArray[np.int64], limit: int | None) -> NDArray[np.int64]:
+    """At most `limit` of distinct `samples`, ascending; always the same choice for the same samples and limit."""
+    if limit is None or len(samples) <= limit:
+        return samples
+    return np.sort(samples[Permutation(len(samples), seed=_SPLIT_SEED, epoch=0)(np.arange(limit))])
+
+
+def _split(store: Store, validation_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    share = Fraction(str(validation_share))
+    return split_samples(store.samples.content_id, validation_share=share, seed=_SPLIT_SEED)
+
+
+def _without_rejected(store: Store, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    return samples[~np.isin(samples, np.fromiter(store.rejected, np.int64))]

@@ -99,6 +99,21 @@ class TrainingState:
             self.saved_step = self.step
         return due
 
+    def snapshot(self) -> Checkpoint:
+        """All that resuming from here needs. Its tensors are the live ones."""
+        return Checkpoint(
+            step=self.step,
+            weights=self.drafter.state_dict(),
+            feature_scale=self.feature_scale.float(),
+            average=self.average.state_dict() if self.average is not None else {},
+            optimizer=self.optimizer.state_dict(),
+            drafter=self.drafter_plain,
+            config=self.config_plain,
+            cursor=self.cursor,
+            order_hash=f"{self.order_hash:016x}",
+            num_unreadable=self.num_unreadable,
+        )
+
     def open_loader(self) -> Loader:
         """A loader that starts at `cursor`."""
         return Loader(

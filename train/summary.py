@@ -16,7 +16,8 @@ NUM_AVERAGED_STEPS = 20
 
 def summarize(run: Path) -> dict[str, Any]:
     """Writes and returns `summary.json`: steps, tokens, seconds, tokens_per_second, first_loss and last_loss,
-    the tokens of each data source, the samples left out, and the hash of the order after the last step.
+    the tokens of each data source, the samples left out, the hash of the order after the last step, and the step and
+    metrics of the best validation (None without one).
 
     The losses are means over the first and the last `NUM_AVERAGED_STEPS` steps, of a short run over its halves, nats.
     Time counts training steps only, those of interrupted earlier processes included.
@@ -36,9 +37,16 @@ def summarize(run: Path) -> dict[str, Any]:
         "source_tokens": _totals(line["source_tokens"] for line in lines),
         "unreadable": sum(line["unreadable"] for line in lines),
         "order_hash": lines[-1]["order_hash"] if lines else "",
+        "best_validation": _best_validation(lines),
     }
     write_text(run / "summary.json", json.dumps(summary, indent=1))
     return summary
+
+
+def _best_validation(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The first with the highest acceptance length, as the best checkpoint is."""
+    asked = [{"step": line["step"], **line["validation"]} for line in lines if line.get("validation")]
+    return max(asked, key=lambda found: found["acceptance_length"] or 0.0, default=None)
 
 
 def _totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
