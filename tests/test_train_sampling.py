@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -30,6 +30,7 @@ def distributions(size: int) -> st.SearchStrategy[Tensor]:
     return weights.map(lambda values: torch.tensor(values, dtype=torch.float64) / sum(values))
 
 
+@settings(deadline=None)
 @given(pair=st.integers(1, 8).flatmap(lambda size: st.tuples(distributions(size), distributions(size))))
 def test_accepting_or_redrawing_gives_the_targets_distribution(pair: tuple[Tensor, Tensor]) -> None:
     p, q = pair
@@ -119,7 +120,7 @@ def test_answers_from_tables_are_distributed_as_the_tables_say(temperature: floa
 
 @pytest.mark.slow
 def test_decoded_answers_are_distributed_as_the_targets_own() -> None:
-    size, length, num_draws, temperature = 5, 4, 1500, 0.9
+    size, length, num_draws, temperature = 4, 4, 500, 0.9
     plain: dict[str, Any] = {
         "vocab_size": size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False,
@@ -129,10 +130,10 @@ def test_decoded_answers_are_distributed_as_the_targets_own() -> None:
     from_config: Any = AutoModelForCausalLM.from_config
     target = from_config(Qwen3Config(**plain), dtype=torch.float32).eval()
     config = DrafterConfig.for_target(
-        Qwen3Config(**plain).to_dict(), num_layers=1, block_size=3, mask_token_id=4, target_layer_ids=(0, 1)
+        Qwen3Config(**plain).to_dict(), num_layers=1, block_size=3, mask_token_id=3, target_layer_ids=(0, 1)
     )
     decoder = SpeculativeDecoder(target, DFlashDrafter(config, seed=1), target_parts(target))
-    prompt = torch.tensor([1, 3, 0])
+    prompt = torch.tensor([1, 2, 0])
 
     @torch.no_grad()
     def next_probabilities(prefix: Tokens) -> Tensor:
@@ -145,5 +146,5 @@ def test_decoded_answers_are_distributed_as_the_targets_own() -> None:
     found = [decoder.decode(prompt, chooser=Sampling(temperature, seed=seed), **options) for seed in range(num_draws)]
     assert {step for decoded in found for step in decoded.acceptance_lengths} == {1, 2, 3}
     assert chi_square(Counter(tuple(decoded.tokens) for decoded in found), expected, num_draws) > 1e-3
-    own = [decode_plain(target, prompt, chooser=Sampling(temperature, seed=seed), **options) for seed in range(400)]
-    assert chi_square(Counter(tuple(decoded.tokens) for decoded in own), expected, 400) > 1e-3
+    own = [decode_plain(target, prompt, chooser=Sampling(temperature, seed=seed), **options) for seed in range(300)]
+    assert chi_square(Counter(tuple(decoded.tokens) for decoded in own), expected, 300) > 1e-3

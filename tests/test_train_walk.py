@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_decoding import (
     BLOCK_SIZE,
@@ -54,6 +54,7 @@ def walked(drafter: DFlashDrafter, pack: Pack, embedding: Tensor, lm_head: Tenso
     return walk_answers(drafter, pack.features, pack, embed=lambda tokens: embedding[tokens], lm_head=lm_head, **more)
 
 
+@settings(deadline=None)
 @given(
     documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=5),
     limit=st.none() | st.integers(1, 6),
@@ -94,7 +95,7 @@ def test_along_greedy_answers_it_equals_speculative_decoding(kind: str, ends: st
         stop_ids: tuple[int, ...] = ()
         if ends == "at a stop token":
             last = next(i for i in range(20, 41) if answer[i] not in answer[:i] or i == 40)
-            stop_ids, answer = (answer[last],), answer[: answer.index(answer[last]) + 1]
+            stop_ids, answer, limit = (answer[last],), answer[: answer.index(answer[last]) + 1], 60
         decoder = SpeculativeDecoder(target, drafter, parts)
         found = decoder.decode(prompt, max_new_tokens=limit, stop_ids=stop_ids)
         assert found.tokens == answer

@@ -98,7 +98,9 @@ def walk_answers(
         num_accepted = accepted.cpu().numpy()
         num_gained = np.minimum(num_accepted + 1, left)
         anchor[walking] += num_gained
-        counts = zip(walking.tolist(), num_drafts.tolist(), num_accepted.tolist(), num_gained.tolist(), strict=True)
+        # As in decoding, which does not know where an answer will end: only the step that ends it proposed less.
+        asked = np.where(spans.cut[walking] | (num_gained == left), num_drafts, size - 1)
+        counts = zip(walking.tolist(), asked.tolist(), num_accepted.tolist(), num_gained.tolist(), strict=True)
         for answer, drafts, right, gained in counts:
             answers[answer].count(num_drafts=drafts, num_accepted=right, num_gained=gained)
     return answers
