@@ -45,7 +45,9 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     store = Store.open(config.store)
     store.require_complete()
-    drafter = load_any_drafter(config.drafter, config.checkpoint).to(device, dtype).eval()
+    num_layers = store.manifest.target.num_layers
+    drafter = load_any_drafter(config.drafter, config.checkpoint, num_target_layers=num_layers)
+    drafter = drafter.to(device, dtype).eval()
     _check_fit(drafter, store, config.drafter)
     chosen = _choose(config, store)
     parts = TargetParts.from_store(store, device=device, dtype=dtype)
