@@ -150,8 +150,8 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert result.exit_code == 0, result.output
     run(
         settings(
-            folder / "s.zarr", folder / "run", mask_token_id=VOCAB_SIZE - 1, token_budget=256, steps=80, lr=1e-2,
-            anchors_per_step=64, packs_per_step=1, checkpoint_every=80,
+            folder / "s.zarr", folder / "run", mask_token_id=VOCAB_SIZE - 1, token_budget=256, steps=160, lr=1e-2,
+            anchors_per_step=64, packs_per_step=1, checkpoint_every=160,
         )
     )  # fmt: skip
     return folder
