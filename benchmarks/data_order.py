@@ -235,8 +235,11 @@ def draw(by_order: dict[str, list[Outcome]], path: Path) -> None:
         if order == "sorted-chunks":
             for start in steps[run.clock[steps, 0] == 0]:
                 above.axvline(start + 0.5, color="0.8", linewidth=1)
+            last = steps[run.clock[steps, 0] == run.clock[steps, 1] - 1]
+            above.plot(last + 1, run.losses[last], "o", color="black", fillstyle="none", markersize=8)
         above.plot(steps + 1, run.losses[steps], color=color, linewidth=1.3, marker=".", markersize=4)
-        above.set(title=order, xlabel="step" + ("; grey: a new chunk begins" if order == "sorted-chunks" else ""))
+        rings = "; a line: a new chunk begins, a ring: its last pack" if order == "sorted-chunks" else ""
+        above.set(title=order, xlabel="step" + rings)
         folded = pooled_fold(runs)
         below.axhline(0, color="0.8", linewidth=1)
         places = np.arange(1, len(folded.mean) + 1)

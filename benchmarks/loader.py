@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, required=True, help="folder of a finished demo, with its store.zarr")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the numbers")
     parser.add_argument("--steps", type=int, default=400, help="training steps of one pack")
-    parser.add_argument("--epochs", type=int, default=5, help="passes of the loader alone over the store")
+    parser.add_argument("--epochs", type=int, default=3, help="passes of the loader alone over the store")
     parser.add_argument("--threads", type=int, default=None, help="compute threads (default: torch's choice)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
