@@ -8,7 +8,8 @@ window come in random order. With 25 samples in a pack no test tells the packs f
 mean lengths vary up to 8 % less than those of next-fit do.
 
 Everything is integer arithmetic on (lengths, seed, epoch, token budget): the same on every machine, on every
-rank, and whatever the number of ranks.
+rank, and whatever the number of ranks. NumPy over all packs of a window at once, not compiled code: an epoch
+of 900,000 samples takes 0.15 s, without a compiler to install or to wait for.
 """
 
 from __future__ import annotations
