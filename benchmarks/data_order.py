@@ -90,7 +90,7 @@ def outcome(arguments: argparse.Namespace, order: str, seed: int) -> Outcome:
     train += ["--store", arguments.demo / "store.zarr", "--init-target", arguments.target]
     train += ["--out", run, "--seed", seed, "--steps", num_steps, "--validation-share", VALIDATION_SHARE]
     train += ["--token-budget", arguments.token_budget, "--anchors-per-step", arguments.anchors]
-    call([*train, "--threads", arguments.threads, "--keep-checkpoints", 1])
+    call([*train, "--threads", arguments.threads, "--keep-checkpoints", 1, "--validate-every", 0])
     report = run / "eval.json"
     if not report.exists():
         evaluate = [SCRIPTS / "dflash-train", "eval", "--target", arguments.target, "--drafter", run]
