@@ -131,7 +131,8 @@ def measure_all(arguments: argparse.Namespace, work: Path, data: Data) -> list[R
                     if temperature == "cold":
                         page_cache.drop(touched)
                         assert page_cache.cached_share(touched) < 0.01, "the files are still in the page cache"
-                    pair.append(measure(partial(make_reader, data), order, arguments.processes, threads))
+                    reader, warm = partial(make_reader, data), temperature == "warm"
+                    pair.append(measure(reader, order, arguments.processes, threads, warm_up=warm))
                 pairs.append(pair)
             limits += [limit for limit, _ in pairs]
             results.append(summary(label, temperature, pairs, data, files))
@@ -147,9 +148,17 @@ def files_of(path: Path) -> list[Path]:
 
 
 def measure(
-    make_reader: Callable[[], ReadSample], order: NDArray[np.int64], num_processes: int, num_threads: int
+    make_reader: Callable[[], ReadSample],
+    order: NDArray[np.int64],
+    num_processes: int,
+    num_threads: int,
+    *,
+    warm_up: bool,
 ) -> tuple[float, float]:
-    """Wall and CPU seconds to read all samples; workers take the next sample of `order` when they are free."""
+    """Wall and CPU seconds to read all samples; workers take the next sample of `order` when they are free.
+
+    `warm_up`: each worker reads every sample once before the clock starts.
+    """
     context = multiprocessing.get_context("fork")
     ready, taken, queue = context.Barrier(num_processes), context.Value("q", 0), context.SimpleQueue()
 
@@ -165,6 +174,8 @@ def measure(
 
     def work() -> None:
         readers = [make_reader() for _ in range(num_threads)]
+        for sample in order.tolist() if warm_up else ():
+            readers[0](sample)
         threads = [threading.Thread(target=read_all, args=(read,)) for read in readers]
         ready.wait()
         begin, cpu = time.perf_counter(), time.process_time()

@@ -17,7 +17,7 @@ from cache_tools.quantise import GROUP_SIZE, QUANTISED, decode
 from cache_tools.reader import Store
 from cache_tools.synthetic import make_store
 from train.batches import Pack
-from train.loader import Loader
+from train.loader import Loader, pack_plan
 from train.tapped import bytes_per_token
 
 LENGTHS = [1, 30, 7, 40, 2, 13, 25, 9, 17]
@@ -34,8 +34,8 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def packs_of(store: Store, num_steps: int = 6, **options: Any) -> Any:
-    settings = {"layer_ids": LAYERS, "seed": 3, "token_budget": 48, "packs_per_step": 2, "prefetch_bytes": 0}
-    with Loader(store, num_threads=2, **{**settings, **options}) as loader:
+    plan = pack_plan(store, seed=3, token_budget=48, packs_per_step=2)
+    with Loader(store, plan, layer_ids=LAYERS, prefetch_bytes=0, num_threads=2, **options) as loader:
         for batch in islice(loader, num_steps):
             yield from batch.packs
 
