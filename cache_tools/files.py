@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -150,6 +151,15 @@ def publish(file: BinaryIO, path: Path) -> None:
 def checksum(content: bytes) -> str:
     """CRC32C as eight hexadecimal digits."""
     return f"{google_crc32c.value(content):08x}"
+
+
+def object_checksum(content: bytes | memoryview, before: int = 0) -> int:
+    """CRC-32 (the polynomial of zip and gzip) of a file's content; `before`: that of what precedes it.
+
+    Not CRC-32C: chunks end with their own CRC-32C, and over data followed by its own checksum a checksum is the same
+    whatever the data are. A file would pass for any other of its size.
+    """
+    return zlib.crc32(content, before)
 
 
 def to_json(value: Json) -> bytes:
