@@ -29,6 +29,7 @@ _REMEDIES = {
     errno.EPERM: "no permission to write here: change the owner or mode of the folder, or use another place",
     errno.EROFS: "the file system is mounted read-only: mount it writable, or use another place",
     errno.EMFILE: "too many open files: raise the limit (`ulimit -n`), then run the same command again",
+    errno.EFBIG: "the file is larger than allowed here: raise the limit (`ulimit -f`), or make smaller shards",
     errno.EIO: "the disk reports an input/output error: check it, then run the same command again",
 }
 
@@ -138,6 +139,12 @@ def write_file(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def start_writing_back(descriptor: int, first: int, num_bytes: int) -> None:
+    """Sets the kernel (Linux) to work on a part of a file, so that a later fsync has little left to do. Never waits."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def publish(file: BinaryIO, path: Path) -> None:

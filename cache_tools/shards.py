@@ -25,6 +25,7 @@ from cache_tools.files import (
     publish,
     reading,
     remove_temporaries,
+    start_writing_back,
     temporary_path,
     write_file,
 )
@@ -40,6 +41,7 @@ from cache_tools.shard_files import (
 
 _PIECE_BYTES = np.uint64(16 * 2**20)
 _PROCESSOR_CACHE_BYTES = 512 * 1024
+_WRITE_BACK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class ShardAppender:
         self._next_row = 0
         self._buffer = np.zeros(array.chunk_shape, dtype=array.dtype)
         self._num_bytes = self._crc = 0
+        self._num_started = 0  # bytes that are on their way to the disk
         self._path = root / array.object_path(shard)
         make_folders(self._path.parent)
         remove_temporaries(self._path)
@@ -116,6 +119,10 @@ class ShardAppender:
         self._file.write(content)
         self._num_bytes += len(content)
         self._crc = object_checksum(content, self._crc)
+        if self._num_bytes - self._num_started >= _WRITE_BACK_BYTES:
+            self._file.flush()
+            start_writing_back(self._file.fileno(), self._num_started, self._num_bytes - self._num_started)
+            self._num_started = self._num_bytes
 
 
 def write_array(root: Path, array: ArraySpec, values: NDArray[Any]) -> dict[str, ObjectRecord]:
