@@ -106,6 +106,8 @@ class PrecomputeConfig:
         if self.attention == "flash_attention_2" and self.dtype != "bfloat16":
             raise ConfigError("flash_attention_2 needs --dtype bfloat16", got=f"--dtype {self.dtype}")
         parse_template_args(self.template_args)
+        if self.max_bytes is not None:
+            parse_bytes(self.max_bytes)
         Teacher.parse(self.teacher)
 
     def _require_positive(self, name: str) -> None:
