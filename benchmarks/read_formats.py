@@ -21,8 +21,9 @@ from cache_tools.layout import DEFAULT_CHUNK_ROWS, default_shard_rows, plan_layo
 from cache_tools.manifest import TargetAttributes
 from cache_tools.quantise import ChannelCalibration
 from cache_tools.reader import Store
+from cache_tools.scales import write_scales
 from cache_tools.synthetic import make_files, make_manifest, sample_tokens
-from cache_tools.writer import SampleColumns, ShardWriter, bind_engine, create_store, write_scales, write_target
+from cache_tools.writer import SampleColumns, ShardWriter, bind_engine, create_store, write_target
 
 LAYER_IDS = (1, 16, 31, 46, 61)
 HIDDEN_SIZE = 5120

@@ -35,8 +35,15 @@ class ChunkCodec:
 
     def encode(self, values: NDArray[Any]) -> bytes:
         """`values`: one whole chunk, C-contiguous, little-endian."""
-        content = values.tobytes() if not self.compressed else self._compress(values)
-        return content + int(google_crc32c.value(content)).to_bytes(CRC_BYTES, "little")
+        return b"".join(self.encode_parts(values))
+
+    def encode_parts(self, values: NDArray[Any]) -> tuple[bytes | memoryview, bytes]:
+        """The same in two parts, content and checksum; the content may be the memory of `values` itself."""
+        if self.compressed:
+            content = self._compress(values)
+            return content, _checksum_bytes(content)
+        plain = values.reshape(-1).view(np.uint8)
+        return plain.data, _checksum_bytes(plain)
 
     def decode(self, encoded: NDArray[np.uint8], out: NDArray[Any]) -> None:
         """Fills `out`, one whole chunk, C-contiguous. Raises ChunkError when the checksum does not match."""
@@ -75,6 +82,10 @@ class ChunkCodec:
         return bytes(
             blosc.compress(values, b"zstd", _LEVEL, blosc.SHUFFLE, blocksize=_BLOCK_BYTES, typesize=self.itemsize)
         )
+
+
+def _checksum_bytes(content: bytes | NDArray[np.uint8]) -> bytes:
+    return int(google_crc32c.value(content)).to_bytes(CRC_BYTES, "little")
 
 
 def checked_content(encoded: NDArray[np.uint8]) -> NDArray[np.uint8]:

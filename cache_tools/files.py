@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ _REMEDIES = {
     errno.EPERM: "no permission to write here: change the owner or mode of the folder, or use another place",
     errno.EROFS: "the file system is mounted read-only: mount it writable, or use another place",
     errno.EMFILE: "too many open files: raise the limit (`ulimit -n`), then run the same command again",
+    errno.EFBIG: "the file is larger than allowed here: raise the limit (`ulimit -f`), or make smaller shards",
     errno.EIO: "the disk reports an input/output error: check it, then run the same command again",
 }
 
@@ -139,6 +141,12 @@ def write_file(path: Path, content: bytes) -> None:
         raise
 
 
+def start_writing_back(descriptor: int, first: int, num_bytes: int) -> None:
+    """Sets the kernel (Linux) to work on a part of a file, so that a later fsync has little left to do. Never waits."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
 def publish(file: BinaryIO, path: Path) -> None:
     """Gives a finished temporary file its name `path`, after its content is on disk."""
     file.flush()
@@ -150,6 +158,15 @@ def publish(file: BinaryIO, path: Path) -> None:
 def checksum(content: bytes) -> str:
     """CRC32C as eight hexadecimal digits."""
     return f"{google_crc32c.value(content):08x}"
+
+
+def object_checksum(content: bytes | memoryview, before: int = 0) -> int:
+    """CRC-32 (the polynomial of zip and gzip) of a file's content; `before`: that of what precedes it.
+
+    Not CRC-32C: chunks end with their own CRC-32C, and over data followed by its own checksum a checksum is the same
+    whatever the data are. A file would pass for any other of its size.
+    """
+    return zlib.crc32(content, before)
 
 
 def to_json(value: Json) -> bytes:

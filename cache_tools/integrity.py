@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import METADATA, ArraySpec
 from cache_tools.codecs import ChunkError
 from cache_tools.errors import CorruptError, StoreError
-from cache_tools.files import TEMPORARY_NAME, Json, file_size, reading
+from cache_tools.files import TEMPORARY_NAME, Json, file_size, object_checksum, reading
 from cache_tools.locating import Locator, SampleRun
 from cache_tools.manifest import Manifest
 from cache_tools.order import mix64_array
@@ -37,10 +36,12 @@ from cache_tools.seals import (
 )
 from cache_tools.shards import ObjectRecord, damaged_chunks
 
+CONSTANT = "constant"
 Kind = Literal["missing", "truncated", "corrupt", "wrong seal", "unsealed", "temporary", "foreign"]
 
 _READ_BYTES = 4 * 2**20
 _CHOICE_KEY = 0x73706F74  # separates the choice of chunks from every other use of the same seed
+_CHECKED_ROWS = 64  # copies of more rows would leave the processor's cache
 _BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAGNITUDE = np.uint16(0x7FFF)
 
@@ -77,15 +78,20 @@ class Finding:
 
 
 def find_bad_layer(hidden: NDArray[np.uint16]) -> str | None:
-    """Why one layer's bfloat16 bit patterns [length, hidden_size] are unusable; None if they are fine."""
-    magnitude = hidden & _BF16_MAGNITUDE
-    largest = magnitude.max()
-    if largest >= _BF16_INFINITY:
-        return f"NaN or Inf at token {int((magnitude >= _BF16_INFINITY).any(axis=1).argmax())}"
+    """Why one layer's bfloat16 bit patterns [length, hidden_size] are unusable; None if they are fine.
+
+    CONSTANT, all tokens alike, is a fault only where the tokens themselves are not.
+    """
+    largest = np.uint16(0)
+    for first in range(0, len(hidden), _CHECKED_ROWS):
+        magnitude = hidden[first : first + _CHECKED_ROWS] & _BF16_MAGNITUDE
+        largest = max(largest, magnitude.max())
+        if largest >= _BF16_INFINITY:
+            return f"NaN or Inf at token {first + int((magnitude >= _BF16_INFINITY).any(axis=1).argmax())}"
     if largest == 0:
         return "all zero"
     if len(hidden) > 1 and (hidden[1] == hidden[0]).all() and (hidden == hidden[0]).all():
-        return "constant"
+        return CONSTANT
     return None
 
 
@@ -124,7 +130,8 @@ def spot_check(store_path: Path, rate: float, *, seed: int = 0, progress: Progre
     """Like `verify`, but reads only a share `rate` of the chunks, 0 < rate <= 1, chosen by `seed`.
 
     Everything else is checked all the same: that each file is there and has its size, all seals, all indexes of
-    shards, and every file that has no chunks. Equal seeds choose equal chunks of equal stores.
+    shards, and every file that has no chunks. Equal seeds choose equal chunks of equal stores. Only `verify` notices
+    that a whole file was exchanged for a sound one of the same size.
     """
     total = num_bytes_to_verify(store_path)
     verification = _Verification(Path(store_path).absolute(), progress, _Choice(rate, seed))
@@ -245,10 +252,10 @@ class _Verification:
             yield from self._check_some_chunks(name, held[0], shard)
             return
         num_bytes, crc = self._read(path)
-        if (num_bytes, crc) == (record.num_bytes, record.crc32c):
+        if (num_bytes, crc) == (record.num_bytes, record.crc32):
             return
         kind: Kind = "truncated" if num_bytes < record.num_bytes else "corrupt"
-        detail = f"{num_bytes} bytes with checksum {crc}, sealed as {record.num_bytes} with {record.crc32c}"
+        detail = f"{num_bytes} bytes with checksum {crc}, sealed as {record.num_bytes} with {record.crc32}"
         if self._locator is not None:
             runs = self._locator.damaged_samples(name)
         for samples in runs:
@@ -275,7 +282,7 @@ class _Verification:
         crc = num_bytes = 0
         with reading(path), open(path, "rb") as file:
             while block := file.read(_READ_BYTES):
-                crc = int(google_crc32c.extend(crc, block))
+                crc = object_checksum(block, crc)
                 num_bytes += len(block)
                 self._count(len(block), len(block))
         return num_bytes, f"{crc:08x}"

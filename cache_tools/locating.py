@@ -126,7 +126,8 @@ class Locator:
                 chunks, _ = damaged_chunks(file.fileno(), array)
         except ChunkError:
             return [self.samples_of_object(name)]
-        return self.samples_of_chunks(name, chunks)
+        # Without a damaged chunk it is the wrong file, not a wrong byte.
+        return self.samples_of_chunks(name, chunks) if chunks else [self.samples_of_object(name)]
 
     def samples_of_chunks(self, name: str, chunks: Sequence[int]) -> list[SampleRun | None]:
         """Runs of samples that need some of these chunks, ascending numbers, of a file that holds an array."""
@@ -142,7 +143,7 @@ class Locator:
                 runs[-1] = (previous[0], run[1])
             else:
                 runs.append(run)
-        return runs or [None]
+        return runs
 
     def _samples_of_array(self, array: ArraySpec, first: int, end: int) -> SampleRun | None:
         if array.path.startswith("target/") or array.path in self._scales:

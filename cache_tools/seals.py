@@ -86,7 +86,7 @@ def seal_content(manifest: Manifest, objects: Mapping[str, ObjectRecord], **more
     if manifest.engine is not None:
         more["bound"] = bound_checksum(manifest)
     records: dict[str, Json] = {
-        path: {"bytes": record.num_bytes, "crc32c": record.crc32c} for path, record in objects.items()
+        path: {"bytes": record.num_bytes, "crc32": record.crc32} for path, record in objects.items()
     }
     return with_checksum({"plan": manifest.plan_checksum(), "objects": records, **more})
 
@@ -105,7 +105,7 @@ def seal_objects(seal: Mapping[str, Json], where: object) -> dict[str, ObjectRec
     """The objects that a seal names. Raises CorruptError."""
     try:
         return {
-            path: ObjectRecord(int(record["bytes"]), str(record["crc32c"]))  # type: ignore[index, call-overload, arg-type]
+            path: ObjectRecord(int(record["bytes"]), str(record["crc32"]))  # type: ignore[index, call-overload, arg-type]
             for path, record in seal["objects"].items()  # type: ignore[union-attr]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -243,8 +243,24 @@ def _coerce(name: str, value: Any, shape: _Shape, where: str) -> Any:
         return _scalar(name, value, shape, where)
     items = value if isinstance(value, list | tuple) else [value]
     if shape.scalar is not Path:  # a path may hold a comma
-        items = [piece for item in items for piece in (item.split(",") if isinstance(item, str) else [item])]
+        items = [piece for item in items for piece in (_split(item) if isinstance(item, str) else [item])]
     return tuple(_scalar(name, item.strip() if isinstance(item, str) else item, shape, where) for item in items)
+
+
+def _split(text: str) -> list[str]:
+    """Pieces between commas, but not between those inside double quotes or brackets, which belong to a value."""
+    pieces, first, depth, quoted = [], 0, 0, False
+    for position, character in enumerate(text):
+        if character == '"' and text[position - 1 : position] != "\\":
+            quoted = not quoted
+        elif not quoted and character in "[{":
+            depth += 1
+        elif not quoted and character in "]}":
+            depth -= 1
+        elif not quoted and depth == 0 and character == ",":
+            pieces.append(text[first:position])
+            first = position + 1
+    return [*pieces, text[first:]]
 
 
 def _scalar(name: str, value: Any, shape: _Shape, where: str) -> Any:

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from cache_tools.arrays import ArraySpec
 from cache_tools.codecs import CRC_BYTES, ChunkError, checked_content
 from cache_tools.errors import CorruptError, StoreError
-from cache_tools.files import RUN_VERIFY, make_folders, publish, reading, remove_temporaries, temporary_path
+from cache_tools.files import (
+    RUN_VERIFY,
+    make_folders,
+    object_checksum,
+    publish,
+    reading,
+    remove_temporaries,
+    start_writing_back,
+    temporary_path,
+    write_file,
+)
 from cache_tools.shard_files import (
     INDEX_ENTRY_BYTES,
     MISSING,
@@ -31,6 +41,7 @@ from cache_tools.shard_files import (
 
 _PIECE_BYTES = np.uint64(16 * 2**20)
 _PROCESSOR_CACHE_BYTES = 512 * 1024
+_WRITE_BACK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ class ObjectRecord:
     """What a seal remembers of a file."""
 
     num_bytes: int
-    crc32c: str
+    crc32: str
+    """Eight hexadecimal digits, see `files.object_checksum`."""
 
 
 class ShardAppender:
@@ -57,6 +69,7 @@ class ShardAppender:
         self._next_row = 0
         self._buffer = np.zeros(array.chunk_shape, dtype=array.dtype)
         self._num_bytes = self._crc = 0
+        self._num_started = 0  # bytes that are on their way to the disk
         self._path = root / array.object_path(shard)
         make_folders(self._path.parent)
         remove_temporaries(self._path)
@@ -80,7 +93,8 @@ class ShardAppender:
         """Writes the index and gives the file its name."""
         self._flush()
         index = self._index.tobytes()
-        self._append(index + int(google_crc32c.value(index)).to_bytes(CRC_BYTES, "little"))
+        self._append(index)
+        self._append(int(google_crc32c.value(index)).to_bytes(CRC_BYTES, "little"))
         publish(self._file, self._path)
         self._file.close()
         return ObjectRecord(self._num_bytes, f"{self._crc:08x}")
@@ -95,15 +109,41 @@ class ShardAppender:
     def _flush(self) -> None:
         if self._chunk < 0:
             return
-        encoded = self._codec.encode(self._buffer)
-        self._index[self._chunk] = self._num_bytes, len(encoded)
-        self._append(encoded)
+        content, checksum = self._codec.encode_parts(self._buffer)
+        self._index[self._chunk] = self._num_bytes, len(content) + CRC_BYTES
+        self._append(content)
+        self._append(checksum)
         self._buffer[:] = 0
 
-    def _append(self, content: bytes) -> None:
+    def _append(self, content: bytes | memoryview) -> None:
         self._file.write(content)
         self._num_bytes += len(content)
-        self._crc = int(google_crc32c.extend(self._crc, content))
+        self._crc = object_checksum(content, self._crc)
+        if self._num_bytes - self._num_started >= _WRITE_BACK_BYTES:
+            self._file.flush()
+            start_writing_back(self._file.fileno(), self._num_started, self._num_bytes - self._num_started)
+            self._num_started = self._num_bytes
+
+
+def write_array(root: Path, array: ArraySpec, values: NDArray[Any]) -> dict[str, ObjectRecord]:
+    """Writes a whole array, shard by shard."""
+    assert values.shape == array.shape, f"{array.path}: {values.shape}, not {array.shape}"
+    objects: dict[str, ObjectRecord] = {}
+    for shard in range(array.num_shards):
+        appender = ShardAppender(root, array, shard)
+        try:
+            first = shard * array.shard_rows
+            appender.write(first, values[first : first + array.shard_rows])
+            objects[array.object_path(shard)] = appender.finish()
+        finally:
+            appender.abort()
+    return objects
+
+
+def write_object(root: Path, path: str, content: bytes) -> dict[str, ObjectRecord]:
+    """Writes a small file and returns its record by path."""
+    write_file(root / path, content)
+    return {path: ObjectRecord(len(content), f"{object_checksum(content):08x}")}
 
 
 class ShardedArray:

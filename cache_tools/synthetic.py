@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from cache_tools.layout import Layout, plan_layout, round_up
 from cache_tools.manifest import DataSpec, EngineSpec, LayoutSpec, Manifest, SourceSpec, TargetAttributes, TargetSpec
 from cache_tools.quantise import ChannelCalibration, arithmetic
 from cache_tools.reader import Store
+from cache_tools.scales import write_scales
 from cache_tools.teacher import Teacher
-from cache_tools.writer import SampleColumns, ShardWriter, bind_engine, create_store, write_scales, write_target
+from cache_tools.writer import SampleColumns, ShardWriter, bind_engine, create_store, write_target
 
 _SOURCE = "synthetic"
 
@@ -76,10 +78,18 @@ def make_store(
     return Store.open(path)
 
 
-def write_shard(path: Path, manifest: Manifest, shard: int, *, seed: int = 0, rejected: Collection[int] = ()) -> None:
+def write_shard(
+    path: Path,
+    manifest: Manifest,
+    shard: int,
+    *,
+    seed: int = 0,
+    rejected: Collection[int] = (),
+    pool: ThreadPoolExecutor | None = None,
+) -> None:
     """Writes and seals one shard of a synthetic store."""
     samples = Store.open(path).samples
-    with ShardWriter(path, manifest, shard, samples) as writer:
+    with ShardWriter(path, manifest, shard, samples, pool) as writer:
         for sample in writer.samples:
             if sample in rejected:
                 writer.reject(sample, manifest.layer_ids[0], "NaN or Inf at token 0")

@@ -5,38 +5,36 @@ Everything is prepared under a temporary name and renamed when it is on disk; a 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import (
     METADATA,
-    ArraySpec,
     group_metadata,
     hidden_arrays,
     parent_groups,
     plan_arrays,
     sample_arrays,
-    scale_arrays,
     shard_arrays,
     target_array,
     teacher_arrays,
     token_arrays,
 )
-from cache_tools.codecs import bf16_to_float32, content_id
+from cache_tools.codecs import content_id
 from cache_tools.errors import DataError, StoreError
 from cache_tools.files import (
     Json,
-    checksum,
     claimed_folder,
     make_folders,
     remove_unless_claimed,
@@ -45,6 +43,7 @@ from cache_tools.files import (
     write_file,
     writing,
 )
+from cache_tools.layer_statistics import LayerSize, measure
 from cache_tools.layout import Layout, samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
 from cache_tools.progress import Progress
@@ -52,23 +51,20 @@ from cache_tools.quantise import QUANTISED, encode
 from cache_tools.reader import SampleTable, read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
-    SCALES_SEAL,
     TARGET_SEAL,
     Rejection,
-    read_checked,
     read_manifest,
     rejected_list,
     root_metadata,
     scales_checksum,
     seal_content,
-    shard_number,
     shard_seal,
     with_checksum,
 )
-from cache_tools.shards import ObjectRecord, ShardAppender
+from cache_tools.shards import ObjectRecord, ShardAppender, write_array, write_object
 
-_STATISTICS_ROWS = 64  # float32 copies of more rows would leave the processor's cache
-_SQUARABLE = 1e15  # the sum of thousands of squares of this still fits float32
+_ENCODED_ROWS = 64  # float32 copies of more rows would leave the processor's cache
+_T = TypeVar("_T")
 
 Tokens = tuple[NDArray[np.int32], NDArray[np.uint8]]
 """Token ids [length] and loss mask [length] (0 or 1) of a sample."""
@@ -115,9 +111,9 @@ def create_store(
                 columns = _write_tokens(building, manifest, layout, tokens, objects, progress)
                 columns |= {"source": samples.source, "row": samples.row}
                 for name, array in sample_arrays(manifest).items():
-                    objects |= _write_array(building, array, columns[name])
+                    objects |= write_array(building, array, columns[name])
                 for name, content in files.items():
-                    objects |= _write_object(building, f"target/files/{name}", content)
+                    objects |= write_object(building, f"target/files/{name}", content)
                 write_file(building / METADATA, root_metadata(manifest))
                 write_file(building / PLAN_SEAL, seal_content(manifest, objects))
                 building.rename(path)
@@ -165,47 +161,11 @@ def write_target(path: Path, arrays: Mapping[str, NDArray[Any]], attributes: Tar
         specs = {name: target_array(name, str(arrays[name].dtype), arrays[name].shape) for name in arrays}
         for group in parent_groups(specs.values()):
             content = group_metadata(attributes.to_dict() if group == "target" else {})
-            objects |= _write_object(path, f"{group}/{METADATA}", content)
+            objects |= write_object(path, f"{group}/{METADATA}", content)
         for name, array in specs.items():
-            objects |= _write_object(path, f"{array.path}/{METADATA}", array.metadata())
-            objects |= _write_array(path, array, arrays[name])
+            objects |= write_object(path, f"{array.path}/{METADATA}", array.metadata())
+            objects |= write_array(path, array, arrays[name])
         write_file(path / TARGET_SEAL, seal_content(manifest, objects))
-
-
-def write_scales(path: Path, scales: Mapping[int, NDArray[np.float32]]) -> None:
-    """Stores and seals the channel scales, float32 [hidden_size] by layer id, of a quantised store; a second time
-    changes nothing, nor does it for lossless codecs. One process at a time, before the first shard. Raises StoreError,
-    also when some shard was quantised with other scales (then theirs got lost, and these cannot replace them).
-    """
-    manifest = read_manifest(path)
-    arrays = scale_arrays(manifest)
-    assert set(scales) == set(arrays), f"layers {sorted(scales)}"
-    if not arrays or (path / SCALES_SEAL).exists():
-        return
-    used = _scales_of_shards(path)
-    if used - {scales_checksum(scales)}:
-        raise StoreError(
-            "the channel scales come out other than those that the store's shards were quantised with",
-            where=path,
-            got=f"checksum {scales_checksum(scales)}",
-            expected=", ".join(sorted(used)),
-            fix="calibrate with the device and packages that made the store, or make a new one",
-        )
-    with writing(path):
-        objects: dict[str, ObjectRecord] = {}
-        for layer_id, array in arrays.items():
-            objects |= _write_array(path, array, scales[layer_id])
-        write_file(path / SCALES_SEAL, seal_content(manifest, objects))
-
-
-def _scales_of_shards(path: Path) -> set[str]:
-    """Checksums of the channel scales that the intact seals of shards name."""
-    used = set()
-    for name in os.listdir(path / "sealed"):
-        if shard_number(name) is not None:
-            with suppress(StoreError):  # a damaged seal, which `verify` reports
-                used.add(str(read_checked(path / "sealed" / name).get("scales")))
-    return used
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
@@ -215,8 +175,17 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
     leaves nothing behind. Memory: one chunk per array.
     """
 
-    def __init__(self, store_path: Path, manifest: Manifest, shard: int, samples: SampleTable | None = None) -> None:
+    def __init__(
+        self,
+        store_path: Path,
+        manifest: Manifest,
+        shard: int,
+        samples: SampleTable | None = None,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:
         """`samples`: the store's table if it is open anyway; otherwise it is read.
+
+        `pool`: threads that encode and write the layers of a sample at once; the bytes do not depend on it.
 
         Raises StoreError when the shard is sealed already or cannot be written, or when channel scales are missing.
         """
@@ -236,7 +205,9 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._next = self._samples.start
         self._num_tokens = 0
         self._rejections: list[Rejection] = []
-        self._statistics = {layer_id: _LayerStatistics() for layer_id in manifest.layer_ids}
+        self._sizes = dict.fromkeys(manifest.layer_ids, LayerSize())
+        self._hidden_arrays = {layer_id: hidden_arrays(manifest, layer_id) for layer_id in manifest.layer_ids}
+        self._pool = pool
         self._scales = read_scales(self._path, manifest)
         self._teacher_arrays = teacher_arrays(manifest)
         self._appenders: dict[str, ShardAppender] = {}
@@ -269,26 +240,41 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         assert set(hidden) == set(self._manifest.layer_ids), f"layers {sorted(hidden)}"
         assert set(teacher) == set(self._teacher_arrays), f"teacher {sorted(teacher)}"
         self._num_tokens += length
+        for layer_id, bits in hidden.items():
+            assert bits.shape == shape, f"sample {sample}, layer {layer_id}: {bits.shape}, not {shape}"
+            assert bits.dtype == np.uint16, f"sample {sample}, layer {layer_id}: {bits.dtype}, not uint16"
+        for name, array in self._teacher_arrays.items():
+            assert teacher[name].dtype == array.dtype, f"sample {sample}, {name}: {teacher[name].dtype}"
+        calls = [partial(self._append_layer, sample, layer_id, bits) for layer_id, bits in hidden.items()]
+        calls += [
+            partial(self._appenders[array.path].write, int(self._start[sample]), teacher[name])
+            for name, array in self._teacher_arrays.items()
+        ]
         with writing(self._path):
-            for layer_id, bits in hidden.items():
-                assert bits.shape == shape, f"sample {sample}, layer {layer_id}: {bits.shape}, not {shape}"
-                assert bits.dtype == np.uint16, f"sample {sample}, layer {layer_id}: {bits.dtype}, not uint16"
-                self._append_layer(sample, layer_id, bits)
-                self._statistics[layer_id].add(bits[1:])
-            for name, array in self._teacher_arrays.items():
-                assert teacher[name].dtype == array.dtype, f"sample {sample}, {name}: {teacher[name].dtype}"
-                self._appenders[array.path].write(int(self._start[sample]), teacher[name])
+            self._at_once(calls)
 
     def _append_layer(self, sample: int, layer_id: int, bits: NDArray[np.uint16]) -> None:
-        arrays = hidden_arrays(self._manifest, layer_id)
+        arrays = self._hidden_arrays[layer_id]
         start = int(self._start[sample])
+        # Without the first token, whose norm is 40 to 160 times larger.
+        self._sizes[layer_id] += measure(bits[1:])
         if self._manifest.codec not in QUANTISED:
             self._appenders[arrays["bits"].path].write(start, bits)
             return
         first_row = self._shard * arrays["first"].shard_rows + sample - self._samples.start
         self._appenders[arrays["first"].path].write(first_row, bits[:1])
-        for name, values in encode(self._manifest.codec, bits[1:], self._scales[layer_id]).items():
-            self._appenders[arrays[name].path].write(start + 1, values)
+        for row in range(1, len(bits), _ENCODED_ROWS):
+            block = bits[row : row + _ENCODED_ROWS]
+            for name, values in encode(self._manifest.codec, block, self._scales[layer_id]).items():
+                self._appenders[arrays[name].path].write(start + row, values)
+
+    def _at_once(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        """What the calls return; when this returns or raises, none of them runs any more."""
+        if self._pool is None:
+            return [call() for call in calls]
+        futures = [self._pool.submit(call) for call in calls]
+        wait(futures)
+        return [future.result() for future in futures]
 
     def reject(self, sample: int, layer: int, reason: str) -> None:
         """Leaves a sample's rows zero in every layer, and records why. `layer`: the first unusable one."""
@@ -299,14 +285,13 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         """Makes the shard complete: nothing can be added, and readers see it. Raises StoreError."""
         assert self._next == self._samples.stop, f"sample {self._next} is missing"
         with writing(self._path):
-            objects = {
-                array.object_path(self._shard): self._appenders[array.path].finish()
-                for array in shard_arrays(self._manifest)
-            }
+            arrays = shard_arrays(self._manifest)
+            records = self._at_once([self._appenders[array.path].finish for array in arrays])
+            objects = {array.object_path(self._shard): item for array, item in zip(arrays, records, strict=True)}
             rejected: list[Json] = [item.to_dict() for item in self._rejections]
             if rejected:
                 content = with_checksum({"rejected": rejected})
-                objects |= _write_object(self._path, rejected_list(self._shard), content)
+                objects |= write_object(self._path, rejected_list(self._shard), content)
             more: dict[str, Json] = {"scales": scales_checksum(self._scales)} if self._scales else {}
             seal = seal_content(
                 self._manifest,
@@ -315,7 +300,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
                 shard=self._shard,
                 samples=[self._samples.start, self._samples.stop],
                 tokens=self._num_tokens,
-                layers={str(i): statistics.to_dict() for i, statistics in self._statistics.items()},
+                layers={str(i): size.to_dict() for i, size in self._sizes.items()},
                 rejected=rejected,
             )
             write_file(self._path / shard_seal(self._shard), seal)
@@ -335,30 +320,6 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._next += 1
 
 
-class _LayerStatistics:
-    """Root mean square and largest magnitude of one layer's values in one shard."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._count = 0
-        self._abs_max = 0.0
-
-    def add(self, bits: NDArray[np.uint16]) -> None:
-        """`bits`: [n, hidden_size]; without the first token of a sample, whose norm is 40 to 160 times larger."""
-        for first in range(0, len(bits), _STATISTICS_ROWS):
-            values = bf16_to_float32(bits[first : first + _STATISTICS_ROWS])
-            abs_max = float(max(values.max(), -values.min()))
-            sums = np.einsum("ij,ij->i", values, values, dtype="f8" if abs_max > _SQUARABLE else "f4")
-            self._sum += float(sums.sum(dtype=np.float64))
-            self._count += values.size
-            self._abs_max = max(self._abs_max, abs_max)
-
-    def to_dict(self) -> dict[str, Json]:
-        """Six digits, so that the order of additions inside numpy does not show."""
-        rms = (self._sum / self._count) ** 0.5 if self._count else 0.0
-        return {"rms": float(f"{rms:.6g}"), "abs_max": self._abs_max}
-
-
 def remove_abandoned(path: Path) -> None:
     """Deletes what planners of the same store that died have left beside it. Raises StoreError if one is alive."""
     pattern = re.compile(rf"\.tmp-\d+-{re.escape(path.name)}")
@@ -372,9 +333,9 @@ def _write_metadata(root: Path, manifest: Manifest) -> dict[str, ObjectRecord]:
     arrays = plan_arrays(manifest)
     objects: dict[str, ObjectRecord] = {}
     for group in parent_groups(arrays):
-        objects |= _write_object(root, f"{group}/{METADATA}", group_metadata({}))
+        objects |= write_object(root, f"{group}/{METADATA}", group_metadata({}))
     for array in arrays:
-        objects |= _write_object(root, f"{array.path}/{METADATA}", array.metadata())
+        objects |= write_object(root, f"{array.path}/{METADATA}", array.metadata())
     return objects
 
 
@@ -421,24 +382,3 @@ def _reading_data(tokens: Iterable[Tokens]) -> Iterator[Tokens]:
         yield from tokens
     except OSError as error:
         raise DataError("the input data cannot be read", got=error, fix="check the input files") from error
-
-
-def _write_array(root: Path, array: ArraySpec, values: NDArray[Any]) -> dict[str, ObjectRecord]:
-    """Writes a whole array, shard by shard."""
-    assert values.shape == array.shape, f"{array.path}: {values.shape}, not {array.shape}"
-    objects: dict[str, ObjectRecord] = {}
-    for shard in range(array.num_shards):
-        appender = ShardAppender(root, array, shard)
-        try:
-            first = shard * array.shard_rows
-            appender.write(first, values[first : first + array.shard_rows])
-            objects[array.object_path(shard)] = appender.finish()
-        finally:
-            appender.abort()
-    return objects
-
-
-def _write_object(root: Path, path: str, content: bytes) -> dict[str, ObjectRecord]:
-    """Writes a small file and returns its record by path."""
-    write_file(root / path, content)
-    return {path: ObjectRecord(len(content), checksum(content))}

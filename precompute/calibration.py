@@ -11,8 +11,8 @@ from cache_tools.arrays import scale_arrays
 from cache_tools.order import Permutation
 from cache_tools.quantise import ChannelCalibration
 from cache_tools.reader import Store
+from cache_tools.scales import write_scales
 from cache_tools.seals import SCALES_SEAL
-from cache_tools.writer import write_scales
 from precompute.target import Target
 from precompute.teacher import token_ids
 

@@ -98,6 +98,7 @@ def _plan_text(report: dict[str, Any]) -> str:
         lines.append(
             f"teacher      {readable_bytes(size['teacher'])}, {report['bytes_per_token']['teacher']:,.0f} per token"
         )
+    lines.append(f"store        at most {readable_bytes(report['largest_bytes'])} in all")
     if "free_bytes" in report:
         lines.append(
             f"disk         {readable_bytes(report['free_bytes'])} free, {readable_bytes(size['needed'])} needed"
@@ -105,7 +106,7 @@ def _plan_text(report: dict[str, Any]) -> str:
     lines += [f"source       {s['name']}: {s['samples']:,} of {s['rows']:,} rows" for s in report["sources"]]
     for reason, count in report["skipped"].items():
         lines.append(f"skipped      {count:,} x {reason}")
-        lines += [f"               {example}" for example in report["skipped_examples"][reason]]
+        lines += [f"               {example}" for example in report["skipped_examples"].get(reason, [])]
     return "\n".join(lines)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +51,10 @@ class PrecomputeConfig:
 
     limit: int | None = None
     """Keep only the first N usable rows."""
+
+    max_bytes: str | None = None
+    """Plan no more samples than surely fit into a store of this size, for example 500GB; a fixed random choice of them.
+    Lossless compression usually leaves a fifth of it unused."""
 
     codec: Codec = "bf16"
     """How hidden states are stored: bf16 (compressed) and raw are lossless, int8, fp8 and int4 quantised."""
@@ -100,6 +106,8 @@ class PrecomputeConfig:
         if self.attention == "flash_attention_2" and self.dtype != "bfloat16":
             raise ConfigError("flash_attention_2 needs --dtype bfloat16", got=f"--dtype {self.dtype}")
         parse_template_args(self.template_args)
+        if self.max_bytes is not None:
+            parse_bytes(self.max_bytes)
         Teacher.parse(self.teacher)
 
     def _require_positive(self, name: str) -> None:
@@ -117,6 +125,7 @@ class PrecomputeConfig:
             ],
             "min_supervised": self.min_supervised,
             "limit": self.limit,
+            "max_bytes": None if self.max_bytes is None else parse_bytes(self.max_bytes),
             "shard_mb": self.shard_mb,
         }
 
@@ -155,3 +164,15 @@ class CodecsConfig:
     def sample_settings(self, limit: int) -> PrecomputeConfig:
         """Settings that give the first `limit` samples. Raises ConfigError for impossible ones."""
         return PrecomputeConfig(**{field.name: getattr(self, field.name) for field in fields(self)}, limit=limit)
+
+
+def parse_bytes(text: str) -> int:
+    """ "500GB" -> 500,000,000,000; kB, MB, GB and TB count in thousands, KiB to TiB in 1024s. Raises ConfigError."""
+    found = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>B|[kKMGT]i?B)?", text.strip())
+    if found is None or float(found["number"]) <= 0:
+        raise ConfigError(
+            "not a number of bytes", got=repr(text), expected="for example 2000000, 500GB, 1.5TB or 64GiB"
+        )
+    unit = (found["unit"] or "B").upper()
+    base = 1024 if "I" in unit else 1000
+    return int(Decimal(found["number"]) * base ** "BKMGT".index(unit[0]))

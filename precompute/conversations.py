@@ -49,7 +49,7 @@ _Record = tuple[int, int, Any]  # record number, bytes of the file read so far, 
 
 
 def find_sources(paths: tuple[Path, ...]) -> list[SourceFile]:
-    """The files behind the given files and folders; a folder's files are sorted by name.
+    """The files behind the given files and folders; a folder's files are sorted by name, hidden ones left out.
 
     Raises ConfigError for paths that do not exist, hold no readable file, or are a dictionary of splits.
     """
@@ -103,7 +103,10 @@ def _folder_sources(folder: Path) -> list[SourceFile]:
         files = sorted(
             child
             for child in folder.rglob("*")
-            if child.is_file() and child.name.endswith(SUFFIXES) and child.name not in _FOLDER_METADATA
+            if child.is_file()
+            and child.name.endswith(SUFFIXES)
+            and child.name not in _FOLDER_METADATA
+            and not any(part.startswith(".") for part in child.relative_to(folder).parts)  # caches, checkpoints, .git
         )
     if not files:
         raise ConfigError(

@@ -25,13 +25,15 @@ from cache_tools.progress import progress_bar
 from cache_tools.quantise import arithmetic
 from cache_tools.template_args import parse_template_args
 from precompute import fingerprints
-from precompute.config import PrecomputeConfig
+from precompute.budget import largest_size, samples_within
+from precompute.config import PrecomputeConfig, parse_bytes
 from precompute.conversations import RawRow, SourceFile, find_sources, read_rows
 from precompute.rows import RowProblem
 from precompute.samples import SampleBuffer
 from precompute.tokenizing import RowTokenizer, TokenRules, Tokens
 
 SKIPPED_FILE = "skipped.jsonl"
+LEFT_OUT = "no room within --max-bytes"
 _ROWS_PER_BATCH = 256
 _MB = 2**20
 
@@ -65,10 +67,18 @@ class Tokenised:
     samples: SampleBuffer = field(default_factory=SampleBuffer)
     skipped: list[SkippedRow] = field(default_factory=list)
     rows_read: Counter[int] = field(default_factory=Counter)  # by source index
+    num_left_out: int = 0  # usable rows for which --max-bytes has no room
 
     def skipped_by_reason(self) -> dict[str, int]:
         """Number of skipped rows for each reason, most frequent first."""
-        return dict(Counter(row.reason for row in self.skipped).most_common())
+        reasons = Counter(row.reason for row in self.skipped)
+        reasons += Counter({LEFT_OUT: self.num_left_out})
+        return dict(reasons.most_common())
+
+    def select(self, indices: NDArray[np.int64]) -> Tokenised:
+        """The same with only these samples; the rest is left out."""
+        num_left_out = len(self.samples) - len(indices)
+        return dataclasses.replace(self, samples=self.samples.select(indices), num_left_out=num_left_out)
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,25 @@ def plan(config: PrecomputeConfig) -> Plan:
     sources = find_sources(config.data)
     hashes = hash_sources(sources, config.threads)
     tokenised = usable_samples(config, target, sources)
+
+    def size_of(indices: NDArray[np.int64]) -> int:
+        planned = _plan_of(config, target, sources, hashes, tokenised.select(indices))
+        return largest_size(planned.manifest, planned.layout.length, planned.files)
+
+    if config.max_bytes is not None:
+        chosen = samples_within(len(tokenised.samples), size_of, parse_bytes(config.max_bytes))
+        tokenised = tokenised if chosen is None else tokenised.select(chosen)
+    return _plan_of(config, target, sources, hashes, tokenised)
+
+
+def _plan_of(
+    config: PrecomputeConfig,
+    target: PlannedTarget,
+    sources: list[SourceFile],
+    hashes: list[str],
+    tokenised: Tokenised,
+) -> Plan:
+    """The plan for samples that are settled."""
     lengths = tokenised.samples.length
     shard_rows = default_shard_rows(
         target.spec.hidden_size, int(lengths.max()), config.chunk_rows, config.shard_mb * _MB

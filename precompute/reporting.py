@@ -14,6 +14,7 @@ from cache_tools.arrays import ArraySpec, hidden_arrays, teacher_arrays
 from cache_tools.errors import StoreError
 from cache_tools.manifest import Manifest
 from cache_tools.teacher import Teacher
+from precompute.budget import largest_size
 from precompute.planning import Plan, Tokenised
 
 # Measured with byte shuffle and zstd: 1.28 (SmolLM2-135M) to 1.40 (Gemma 3), 1.18 for a dozen short samples, whose
@@ -48,6 +49,7 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
             name: round(size[name] / manifest.layout.num_tokens, 1) for name in ("uncompressed", "expected", "teacher")
         },
         "bytes": size,
+        "largest_bytes": largest_size(manifest, lengths, plan.files),
         "sources": [
             {"name": source.name, "rows": source.num_rows, "samples": source.num_samples}
             for source in manifest.data.sources

@@ -49,6 +49,16 @@ class SampleBuffer:
         self._row.append(row)
         self._content_ids += content_id(tokens.input_ids, tokens.loss_mask)
 
+    def select(self, indices: NDArray[np.int64]) -> SampleBuffer:
+        """Only these samples, in this order; the tokens are shared, not copied."""
+        chosen = SampleBuffer()
+        chosen._ids, chosen._masks, chosen._used = self._ids, self._masks, self._used
+        for name in ("_block", "_offset", "_row", "_length", "_supervised", "_source"):
+            column: array[int] = getattr(self, name)
+            setattr(chosen, name, array(column.typecode, np.asarray(column)[indices].tobytes()))
+        chosen._content_ids = bytearray(self.content_id[indices].tobytes())
+        return chosen
+
     def tokens(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """Token ids and loss mask, [L] each, of one sample; views, not copies."""
         part = slice(self._offset[index], self._offset[index] + self._length[index])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from cache_tools.arrays import teacher_arrays
 from cache_tools.errors import TargetError
-from cache_tools.integrity import find_bad_layer
+from cache_tools.integrity import CONSTANT, find_bad_layer
 from cache_tools.reader import Store
 from cache_tools.writer import ShardWriter
 from precompute.transfer import HostCopy
@@ -38,8 +39,11 @@ class ShardSink(AbstractContextManager["ShardSink"]):
     `done` is called in the writing thread with the number of tokens of each batch that was taken in.
     """
 
-    def __init__(self, store: Store, *, on_bad: Literal["fail", "skip"], done: Callable[[int], None]) -> None:
+    def __init__(
+        self, store: Store, *, on_bad: Literal["fail", "skip"], num_threads: int, done: Callable[[int], None]
+    ) -> None:
         self._store, self._on_bad, self._done = store, on_bad, done
+        self._pool = ThreadPoolExecutor(num_threads, "shard-sink") if num_threads > 1 else None
         self._queue: queue.Queue[FinishedBatch | None] = queue.Queue(_WAITING_BATCHES)
         self._error: BaseException | None = None
         self._cancelled = False
@@ -76,11 +80,14 @@ class ShardSink(AbstractContextManager["ShardSink"]):
                 batch.states.release()
         if self._writer is not None:
             self._writer.__exit__(None, None, None)  # not sealed: leaves nothing behind
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def _write(self, batch: FinishedBatch) -> None:
         """Takes in one batch, and seals its shard if it is the last one of it."""
         if self._writer is None:
-            self._writer = ShardWriter(self._store.path, self._store.manifest, batch.shard, self._store.samples)
+            store = self._store
+            self._writer = ShardWriter(store.path, store.manifest, batch.shard, store.samples, self._pool)
         writer = self._writer
         arrays = batch.states.wait()
         first = 0
@@ -98,9 +105,8 @@ class ShardSink(AbstractContextManager["ShardSink"]):
         num_layers = len(self._store.layer_ids)
         by_id: dict[int, NDArray[np.uint16]] = dict(zip(self._store.layer_ids, arrays[:num_layers], strict=True))
         teacher = dict(zip(teacher_arrays(self._store.manifest), arrays[num_layers:], strict=True))
-        for layer_id, bits in by_id.items():
-            reason = find_bad_layer(bits)
-            if reason is None:
+        for layer_id, reason in zip(by_id, self._reasons(list(by_id.values())), strict=True):
+            if reason is None or (reason == CONSTANT and self._is_one_token(sample)):
                 continue
             if self._on_bad == "fail":
                 source = self._store.manifest.data.sources[int(self._store.samples.source[sample])].name
@@ -112,3 +118,19 @@ class ShardSink(AbstractContextManager["ShardSink"]):
             writer.reject(sample, layer_id, reason)
             return
         writer.append(sample, by_id, teacher)
+
+    def _reasons(self, layers: list[NDArray[np.uint16]]) -> list[str | None]:
+        """Why each layer is unusable, if it is."""
+        return (
+            [find_bad_layer(bits) for bits in layers]
+            if self._pool is None
+            else list(self._pool.map(find_bad_layer, layers))
+        )
+
+    def _is_one_token(self, sample: int) -> bool:
+        """Whether a sample is one token again and again.
+
+        Attention then averages equal values, whatever its weights, so equal states are what the target must give.
+        """
+        ids, _ = self._store.read_tokens(sample)
+        return bool((ids == ids[0]).all())

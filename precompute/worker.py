@@ -114,7 +114,7 @@ def _compute(
         report(WorkDone(tokens, waited - reported))
         reported = waited
 
-    with ShardSink(store, on_bad=job.on_bad, done=done) as sink:
+    with ShardSink(store, on_bad=job.on_bad, num_threads=job.num_threads, done=done) as sink:
         for shard, samples in batches:
             kept = target.hidden_states(token_ids(store, samples))
             arrays = kept[: len(store.layer_ids)] + teacher_rows(store, target, samples, kept[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import random
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,6 +217,29 @@ def test_seals_of_another_plan_or_another_shard_are_found(path: Path, tmp_path: 
     assert "seal of shard 1" in findings[0].detail
     shutil.copy(path / "sealed/1.json", path / "sealed/999.json")
     assert [item.kind for item in named(verify(path), "sealed/999.json")] == ["wrong seal"]
+
+
+def test_a_sound_file_of_another_place_or_store_is_found_although_all_its_chunks_match(tmp_path: Path) -> None:
+    lengths = [16] * 8
+    options: dict[str, Any] = {"shard_rows": 32, "codec": "raw"}
+    path = make_store(tmp_path / "s", lengths, **options).path
+    other = make_store(tmp_path / "other", lengths, seed=1, **options).path
+    names = ("hidden/1/bits/c/1/0", "hidden/3/bits/c/1/0", "hidden/1/bits/c/2/0")
+    assert len({os.stat(path / name).st_size for name in names}) == 1
+    for source in (path / names[1], path / names[2], other / names[0]):
+        content = (path / names[0]).read_bytes()
+        shutil.copy(source, path / names[0])
+        (finding,) = verify(path)
+        assert (finding.kind, finding.object, finding.samples) == ("corrupt", names[0], (2, 3))
+        (path / names[0]).write_bytes(content)
+
+
+def test_the_checksum_of_an_object_is_that_of_zip_over_all_its_bytes(path: Path) -> None:
+    for seal in ("plan", "target", "0"):
+        objects = json.loads((path / f"sealed/{seal}.json").read_text())["objects"]
+        assert objects
+        for name, record in objects.items():
+            assert int(record["crc32"], 16) == binascii.crc32((path / name).read_bytes()), name
 
 
 def test_a_manifest_of_another_plan_is_found(path: Path, tmp_path: Path) -> None:

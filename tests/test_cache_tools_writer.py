@@ -13,6 +13,7 @@ import shutil
 import signal
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,35 @@ def test_equal_input_gives_equal_bytes_in_any_order_of_shards(tmp_path: Path) ->
     for shard in reversed(range(first.num_shards)):
         write_shard(tmp_path / "b", manifest, shard, rejected=(2,))
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("codec", ["bf16", "raw", "int4"])
+def test_threads_write_the_same_bytes_as_one(tmp_path: Path, codec: Any) -> None:
+    options: dict[str, Any] = {"codec": codec, "hidden_size": 32, "layer_ids": (0, 2, 3, 4), "teacher": "topk:3"}
+    one = make_store(tmp_path / "one", LENGTHS, rejected=(2,), **options)
+    two = make_store(tmp_path / "two", LENGTHS, shards=(), **options)
+    with ThreadPoolExecutor(3) as pool:
+        for shard in range(two.num_shards):
+            write_shard(two.path, two.manifest, shard, rejected=(2,), pool=pool)
+    assert tree(one.path) == tree(two.path)
+
+
+def test_a_full_disk_under_one_of_several_threads_is_the_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = plan_store(tmp_path / "s")
+    before = tree(tmp_path / "s")
+    real = ShardAppender.write
+
+    def full(self: ShardAppender, row: int, values: Any) -> None:
+        if "/3/" in str(self._path) and row >= 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, row, values)
+
+    monkeypatch.setattr(ShardAppender, "write", full)
+    with ThreadPoolExecutor(3) as pool, pytest.raises(StoreError, match="free space"):
+        write_shard(tmp_path / "s", manifest, 1, pool=pool)
+    assert tree(tmp_path / "s") == before
 
 
 def write_some(path: Path, shards: list[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache_tools.errors import ConfigError
-from cache_tools.settings import field_docs
+from cache_tools.settings import field_docs, load_config
 from cache_tools.template_args import parse_template_args
 from precompute.config import PrecomputeConfig
 
@@ -27,6 +27,7 @@ from precompute.config import PrecomputeConfig
         {"template_args": ("enable_thinking",)},
         {"template_args": ("enable_thinking=no",)},
         {"template_args": ("two words=1",)},
+        {"max_bytes": "many"},
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
@@ -36,6 +37,22 @@ def test_a_setting_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_template_arguments_are_json_values() -> None:
     assert parse_template_args(("a=false", 'b="x=y"', "c=[1]")) == {"a": False, "b": "x=y", "c": [1]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (('date="1 May, 2026"', "a=1"), {"date": "1 May, 2026", "a": 1}),
+        (('a=[1, 2],b={"c": 3, "d": "]"}',), {"a": [1, 2], "b": {"c": 3, "d": "]"}}),
+        ((r'quote="a \", b",c=true',), {"quote": 'a ", b', "c": True}),
+    ],
+)
+def test_commas_inside_a_template_argument_belong_to_its_value(
+    flags: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    given = {"target": Path("t"), "data": (Path("d"),), "template_args": flags}
+    config = load_config(PrecomputeConfig, None, given)
+    assert parse_template_args(config.template_args) == expected
 
 
 def test_the_order_of_template_arguments_does_not_make_another_store() -> None:

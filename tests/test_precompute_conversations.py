@@ -107,6 +107,9 @@ def test_files_of_a_folder_come_in_the_order_of_their_names_however_they_were_ma
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_jsonl(folder / name, [{"text": name}])
         (folder / "notes.txt").write_text("not data")
+        for hidden in (".cache/x.jsonl", "c/.e.jsonl", "c/.git/y.json"):
+            (folder / hidden).parent.mkdir(parents=True, exist_ok=True)
+            write_jsonl(folder / hidden, [{"text": hidden}])
         assert [source.name for source in find_sources((folder,))] == [
             "data/a.jsonl", "data/b.jsonl", "data/c/d.jsonl",
         ]  # fmt: skip

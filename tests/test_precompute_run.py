@@ -220,6 +220,17 @@ def test_unusable_states_fail_by_sample_source_row_and_layer_or_are_skipped_and_
     assert verify(store.path) == []
 
 
+def test_a_sample_of_one_token_again_and_again_may_have_equal_states(target: Path, tmp_path: Path) -> None:
+    rows = [{"input_ids": [7] * 12, "loss_mask": [1] * 12}, *chats(2)]
+    config = make_precompute_config(target, write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "store")
+    run(config)
+    store = store_of(config)
+    (repeated,) = (s for s in range(store.num_samples) if set(store.read_tokens(s)[0].tolist()) == {7})
+    states = store.read_hidden(repeated)
+    assert (states == states[:1]).all()
+    assert store.rejected == frozenset()
+
+
 def test_a_changed_file_of_the_target_or_the_data_is_refused_by_field(
     planned: PrecomputeConfig, data: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,53 @@
+"""Storing the static channel scales of a quantised store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.arrays import scale_arrays
+from cache_tools.errors import StoreError
+from cache_tools.files import write_file, writing
+from cache_tools.seals import SCALES_SEAL, read_checked, read_manifest, scales_checksum, seal_content, shard_number
+from cache_tools.shards import ObjectRecord, write_array
+
+
+def write_scales(path: Path, scales: Mapping[int, NDArray[np.float32]]) -> None:
+    """Stores and seals the channel scales, float32 [hidden_size] by layer id, of a quantised store; a second time
+    changes nothing, nor does it for lossless codecs. One process at a time, before the first shard. Raises StoreError,
+    also when some shard was quantised with other scales (then theirs got lost, and these cannot replace them).
+    """
+    manifest = read_manifest(path)
+    arrays = scale_arrays(manifest)
+    assert set(scales) == set(arrays), f"layers {sorted(scales)}"
+    if not arrays or (path / SCALES_SEAL).exists():
+        return
+    used = _scales_of_shards(path)
+    if used - {scales_checksum(scales)}:
+        raise StoreError(
+            "the channel scales come out other than those that the store's shards were quantised with",
+            where=path,
+            got=f"checksum {scales_checksum(scales)}",
+            expected=", ".join(sorted(used)),
+            fix="calibrate with the device and packages that made the store, or make a new one",
+        )
+    with writing(path):
+        objects: dict[str, ObjectRecord] = {}
+        for layer_id, array in arrays.items():
+            objects |= write_array(path, array, scales[layer_id])
+        write_file(path / SCALES_SEAL, seal_content(manifest, objects))
+
+
+def _scales_of_shards(path: Path) -> set[str]:
+    """Checksums of the channel scales that the intact seals of shards name."""
+    used = set()
+    for name in os.listdir(path / "sealed"):
+        if shard_number(name) is not None:
+            with suppress(StoreError):  # a damaged seal, which `verify` reports
+                used.add(str(read_checked(path / "sealed" / name).get("scales")))
+    return used
