@@ -228,10 +228,12 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         sample: int,
         hidden: Mapping[int, NDArray[np.uint16]],
         teacher: Mapping[str, NDArray[Any]] | None = None,
+        encoded: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
     ) -> None:
         """Adds a sample: bfloat16 bit patterns [length, hidden_size] by layer id, and the arrays of its teacher.
 
-        `teacher`: [length, ...] by the names of `teacher_arrays`. Raises StoreError.
+        `teacher`: [length, ...] by the names of `teacher_arrays`. `encoded`: what `quantise.encode` gives for all rows
+        of each layer, if somebody has computed it already. Raises StoreError.
         """
         self._advance(sample)
         length = int(self._length[sample])
@@ -245,7 +247,11 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             assert bits.dtype == np.uint16, f"sample {sample}, layer {layer_id}: {bits.dtype}, not uint16"
         for name, array in self._teacher_arrays.items():
             assert teacher[name].dtype == array.dtype, f"sample {sample}, {name}: {teacher[name].dtype}"
-        calls = [partial(self._append_layer, sample, layer_id, bits) for layer_id, bits in hidden.items()]
+        encoded = encoded or {}
+        calls = [
+            partial(self._append_layer, sample, layer_id, bits, encoded.get(layer_id))
+            for layer_id, bits in hidden.items()
+        ]
         calls += [
             partial(self._appenders[array.path].write, int(self._start[sample]), teacher[name])
             for name, array in self._teacher_arrays.items()
@@ -253,7 +259,9 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         with writing(self._path):
             self._at_once(calls)
 
-    def _append_layer(self, sample: int, layer_id: int, bits: NDArray[np.uint16]) -> None:
+    def _append_layer(
+        self, sample: int, layer_id: int, bits: NDArray[np.uint16], encoded: Mapping[str, NDArray[Any]] | None
+    ) -> None:
         arrays = self._hidden_arrays[layer_id]
         start = int(self._start[sample])
         # Without the first token, whose norm is 40 to 160 times larger.
@@ -263,6 +271,11 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             return
         first_row = self._shard * arrays["first"].shard_rows + sample - self._samples.start
         self._appenders[arrays["first"].path].write(first_row, bits[:1])
+        if encoded is not None:
+            for name, values in encoded.items():
+                assert len(values) == len(bits), f"sample {sample}, layer {layer_id}, {name}: {len(values)} rows"
+                self._appenders[arrays[name].path].write(start + 1, values[1:])
+            return
         for row in range(1, len(bits), _ENCODED_ROWS):
             block = bits[row : row + _ENCODED_ROWS]
             for name, values in encode(self._manifest.codec, block, self._scales[layer_id]).items():

@@ -19,6 +19,7 @@ from cache_tools.errors import TargetError
 from cache_tools.integrity import CONSTANT, find_bad_layer
 from cache_tools.reader import Store
 from cache_tools.writer import ShardWriter
+from precompute.encoding import by_layer
 from precompute.transfer import HostCopy
 
 _WAITING_BATCHES = 1
@@ -26,7 +27,7 @@ _WAITING_BATCHES = 1
 
 @dataclass(frozen=True)
 class FinishedBatch:
-    """Consecutive samples of one shard, with their tapped layers and then the arrays of their teacher."""
+    """Consecutive samples of one shard: their tapped layers, these quantised, and the arrays of their teacher."""
 
     shard: int
     samples: range
@@ -102,9 +103,12 @@ class ShardSink(AbstractContextManager["ShardSink"]):
         self._done(first)
 
     def _take_in(self, writer: ShardWriter, sample: int, arrays: list[NDArray[Any]]) -> None:
-        num_layers = len(self._store.layer_ids)
-        by_id: dict[int, NDArray[np.uint16]] = dict(zip(self._store.layer_ids, arrays[:num_layers], strict=True))
-        teacher = dict(zip(teacher_arrays(self._store.manifest), arrays[num_layers:], strict=True))
+        manifest = self._store.manifest
+        names = list(teacher_arrays(manifest))
+        end_of_layers, end_of_encoded = len(manifest.layer_ids), len(arrays) - len(names)
+        by_id: dict[int, NDArray[np.uint16]] = dict(zip(manifest.layer_ids, arrays[:end_of_layers], strict=True))
+        encoded = by_layer(manifest, arrays[end_of_layers:end_of_encoded])
+        teacher = dict(zip(names, arrays[end_of_encoded:], strict=True))
         for layer_id, reason in zip(by_id, self._reasons(list(by_id.values())), strict=True):
             if reason is None or (reason == CONSTANT and self._is_one_token(sample)):
                 continue
@@ -117,7 +121,7 @@ class ShardSink(AbstractContextManager["ShardSink"]):
                 )
             writer.reject(sample, layer_id, reason)
             return
-        writer.append(sample, by_id, teacher)
+        writer.append(sample, by_id, teacher, encoded)
 
     def _reasons(self, layers: list[NDArray[np.uint16]]) -> list[str | None]:
         """Why each layer is unusable, if it is."""

@@ -21,6 +21,7 @@ from cache_tools.reader import Store
 from cache_tools.writer import write_target
 from precompute.batching import plan_batches
 from precompute.calibration import await_scales, calibrate
+from precompute.encoding import encoded_layers
 from precompute.sink import FinishedBatch, ShardSink
 from precompute.target import Target
 from precompute.teacher import kept_layers, teacher_rows, token_ids
@@ -117,7 +118,8 @@ def _compute(
     with ShardSink(store, on_bad=job.on_bad, num_threads=job.num_threads, done=done) as sink:
         for shard, samples in batches:
             kept = target.hidden_states(token_ids(store, samples))
-            arrays = kept[: len(store.layer_ids)] + teacher_rows(store, target, samples, kept[-1])
+            taps = kept[: len(store.layer_ids)]
+            arrays = taps + encoded_layers(store, taps) + teacher_rows(store, target, samples, kept[-1])
             before = time.monotonic()
             sink.put(FinishedBatch(shard, samples, copier.start(arrays)))
             waited += time.monotonic() - before
