@@ -134,7 +134,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if not mounted:
         pytest.skip("no permission to mount a small file system")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # open stores keep files open
 
 
 def filled(disk: Path, free: int) -> Path:
