@@ -250,8 +250,9 @@ class _SlicedLoss(torch.autograd.Function):
                 for start in range(0, len(logits), rows_per_tile):
                     inside = slice(start, min(start + rows_per_tile, len(logits)))
                     own = slice(first + start, first + inside.stop)
+                    tile = logits[inside]
                     losses = row_losses(
-                        logits[inside],
+                        tile,
                         labels[own],
                         taught.part(inside) if taught is not None else None,
                         kl_weight,
@@ -260,7 +261,7 @@ class _SlicedLoss(torch.autograd.Function):
                     )
                     loss[own], nll[own], best[own] = losses.loss, losses.nll, losses.best
                     if losses.gradient is not None:
-                        logits[inside] = losses.gradient
+                        tile.copy_(losses.gradient)  # nothing to do where it was made in place
                 if gradient is not None:
                     gradient[rows] = logits @ weight
                 del taught  # or its logits would live on beside those of the next slice
