@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from step_problem import Problem, Tensors, run  # noqa: E402
 
+from cache_tools.packs import PackPlan  # noqa: E402
 from cache_tools.reader import Store  # noqa: E402
 from train.anchors import sample_anchors  # noqa: E402
 from train.batches import Pack, StepBatch  # noqa: E402
@@ -23,8 +24,10 @@ from train.drafter import DFlashDrafter  # noqa: E402
 from train.drafter_config import DrafterConfig  # noqa: E402
 from train.loop import train_step  # noqa: E402
 from train.objective import OutputHead  # noqa: E402
+from train.optimizers import Optimizers  # noqa: E402
 from train.ranks import Ranks  # noqa: E402
 from train.state import TrainingState  # noqa: E402
+from train.target_parts import FinalNorm  # noqa: E402
 
 
 def prepare(problem: Problem, tensors: Tensors) -> Callable[[int], float]:
@@ -118,7 +121,7 @@ def _state(problem: Problem, tensors: Tensors, config: TrainConfig) -> TrainingS
         config=config,
         config_plain={},
         store=cast(Store, None),
-        samples=np.arange(problem.num_documents),
+        plan=cast(PackPlan, None),
         layer_ids=tuple(range(problem.num_taps)),
         ranks=Ranks(device=torch.device("cpu")),
         device=torch.device("cpu"),
@@ -126,7 +129,9 @@ def _state(problem: Problem, tensors: Tensors, config: TrainConfig) -> TrainingS
         drafter_plain={},
         embedding=tensors.embedding.to(problem.compute_dtype),
         head=OutputHead(tensors.head.to(problem.compute_dtype)),
-        optimizer=torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=0.0, fused=True),
+        final_norm=FinalNorm(torch.ones(problem.hidden_size), eps=problem.rms_norm_eps, adds_one=False),
+        optimizer=Optimizers(config, drafter),
+        average=None,
         feature_scale=torch.ones(width, dtype=problem.compute_dtype),
         noise_unit=torch.ones(width),
         total_steps=len(problem.anchors),
