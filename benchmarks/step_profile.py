@@ -42,7 +42,7 @@ def parts_of(problem: Problem, events: list[Any], num_steps: int) -> list[dict[s
     def seconds(chosen: Iterable[Any], field: str = "self_cpu_time_total") -> float:
         return float(sum(getattr(event, field) for event in chosen)) / 1e6 / num_steps
 
-    products = [event for event in events if event.key in ("aten::mm", "aten::addmm")]
+    products = [event for event in events if event.key == "aten::mm"]
     head = [event for event in products if _touches_logits(problem, event)]
     drafter = [event for event in products if not _touches_logits(problem, event)]
     passes = [event for event in events if event not in products and _touches_logits(problem, event)]
@@ -74,7 +74,7 @@ def _alone(problem: Problem, products: list[Any], num_steps: int) -> float:
     """Seconds of one step for the same products on matrices that lie in order, with nothing else between them."""
     total = 0.0
     for event in products:
-        left, right = [torch.randn(shape).to(problem.compute_dtype) for shape in event.input_shapes[-2:]]
+        left, right = [torch.randn(shape).to(problem.compute_dtype) for shape in event.input_shapes[:2]]
         total += _median_seconds(lambda left=left, right=right: left @ right) * event.count / num_steps  # type: ignore[misc]
     return total
 
