@@ -176,5 +176,5 @@ def test_decoding_form_equals_the_block_at_the_end_of_one_document(num_rows: int
 
 def test_positions_restart_in_each_document_and_slots_continue_from_their_anchor() -> None:
     layout = BlockLayout(torch.tensor([1, 4]), torch.tensor([0, 3, 6]), 3)
-    assert layout.context_positions.tolist() == [0, 1, 2, 0, 1, 2]
+    assert layout.context_positions().tolist() == [0, 1, 2, 0, 1, 2]
     assert layout.block_positions.tolist() == [[1, 2, 3], [1, 2, 3]]

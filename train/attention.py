@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ class DocumentSpan:
     end_block: int
     first_row: int
     end_row: int
+
+    @property
+    def blocks(self) -> slice:
+        return slice(self.first_block, self.end_block)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.end_row)
 
 
 class BlockLayout:
@@ -53,9 +62,7 @@ class BlockLayout:
         self.starts = boundaries[document]  # [A] first row of the anchor's document
         slots = torch.arange(block_size, device=device)
         self.block_positions = (anchors - self.starts)[:, None] + slots  # [A, B]
-        rows = torch.arange(self.num_rows, device=device)
-        row_document = torch.searchsorted(boundaries, rows, right=True) - 1
-        self.context_positions = rows - boundaries[row_document]  # [T]
+        self._boundaries = boundaries
         self._spans: tuple[DocumentSpan, ...] | None = None
         self._biases: dict[tuple[int | None, torch.dtype], list[tuple[Tensor, Tensor | None]]] = {}
         self._flex: FlexMasks | None = None
@@ -63,6 +70,11 @@ class BlockLayout:
     @property
     def num_blocks(self) -> int:
         return self.anchors.shape[0]
+
+    def context_positions(self) -> Tensor:
+        """[T] position of each context row in its document."""
+        rows = torch.arange(self.num_rows, device=self._boundaries.device)
+        return rows - self._boundaries[torch.searchsorted(self._boundaries, rows, right=True) - 1]
 
     @property
     def spans(self) -> tuple[DocumentSpan, ...]:
@@ -150,8 +162,7 @@ def attend_per_document(
     """The specification of `attend`: SDPA with a dense mask over [context; all blocks] of each document."""
     outputs = []
     for span in layout.spans:
-        blocks = slice(span.first_block, span.end_block)
-        rows = slice(span.first_row, span.end_row)
+        blocks, rows = span.blocks, span.rows
         keys = torch.cat([context_key[rows], block_key[blocks].flatten(0, 1)])
         values = torch.cat([context_value[rows], block_value[blocks].flatten(0, 1)])
         queries = query[blocks].flatten(0, 1)
@@ -194,26 +205,80 @@ def attend_two_part(
     groups = num_heads // num_kv_heads
     grouped = (query * head_dim**-0.5).view(num_blocks, block_size, num_kv_heads, groups, head_dim)
     grouped = grouped.permute(2, 0, 1, 3, 4).reshape(num_kv_heads, num_blocks, block_size * groups, head_dim)
-    own_key, own_value = block_key.permute(2, 0, 1, 3), block_value.permute(2, 0, 1, 3)  # [G, A, B, D]
-    own_scores = grouped @ own_key.transpose(-1, -2)  # [G, A, B * groups, B]
-    keys, values = context_key.permute(1, 2, 0), context_value.transpose(0, 1)  # [G, D, T], [G, T, D]
-    outputs = []
-    biases = layout.biases(window, own_scores.dtype)
-    for span, (context_bias, slot_bias) in zip(layout.spans, biases, strict=True):
-        blocks, rows = slice(span.first_block, span.end_block), slice(span.first_row, span.end_row)
-        num_rows = span.end_row - span.first_row
-        queries = grouped[:, blocks]
-        shape = queries.shape[:-1]  # [G, blocks, B * groups]
-        scores = (queries.flatten(1, 2) @ keys[:, :, rows]).view(*shape, num_rows)
-        scores = scores + _per_group(context_bias, groups)
-        own = own_scores[:, blocks]
-        if slot_bias is not None:
-            own = own + _per_group(slot_bias, groups)
-        weights = torch.cat([scores, own], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-        mixed = weights[..., :num_rows].flatten(1, 2) @ values[:, rows]
-        outputs.append(mixed.view(*shape, head_dim) + weights[..., num_rows:] @ own_value[:, blocks])
-    output = torch.cat(outputs, dim=1).view(num_kv_heads, num_blocks, block_size, groups, head_dim)
+    output: Tensor = _TwoPart.apply(  # type: ignore[no-untyped-call]  # torch has no types here
+        grouped,
+        context_key.transpose(0, 1),
+        context_value.transpose(0, 1),
+        block_key.permute(2, 0, 1, 3),
+        block_value.permute(2, 0, 1, 3),
+        layout,
+        window,
+    )
+    output = output.view(num_kv_heads, num_blocks, block_size, groups, head_dim)
     return output.permute(1, 2, 0, 3, 4).reshape(query.shape)
+
+
+class _TwoPart(torch.autograd.Function):
+    """Scaled queries [G, A, S, D] with S = B * groups, keys and values [G, T, D] and [G, A, B, D] -> [G, A, S, D].
+
+    With weights P = softmax(S), output P V and g = d loss / d output: d loss / d S = P * (g V' - rowsum(P * g V')).
+    Its backward pass is by hand because autograd would make a gradient of full size for every document's share.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own_key: Tensor,
+        own_value: Tensor,
+        layout: BlockLayout,
+        window: int | None,
+    ) -> Tensor:
+        output = torch.empty_like(query)
+        own_scores = query @ own_key.transpose(-1, -2)  # [G, A, S, B]
+        groups = query.shape[2] // layout.block_size
+        kept = []
+        for span, (context_bias, slot_bias) in zip(layout.spans, layout.biases(window, query.dtype), strict=True):
+            blocks, rows = span.blocks, span.rows
+            queries = query[:, blocks]
+            scores = torch.cat([_over_context(queries, key[:, rows].transpose(1, 2)), own_scores[:, blocks]], dim=-1)
+            num_rows = span.end_row - span.first_row
+            scores[..., :num_rows] += _per_group(context_bias, groups)
+            if slot_bias is not None:
+                scores[..., num_rows:] += _per_group(slot_bias, groups)
+            weights = scores.softmax(dim=-1)
+            mixed = _over_context(weights[..., :num_rows], value[:, rows])
+            output[:, blocks] = mixed + weights[..., num_rows:] @ own_value[:, blocks]
+            kept.append(weights)
+        ctx.save_for_backward(query, key, value, own_key, own_value, *kept)
+        ctx.spans = layout.spans
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, own_key, own_value, *kept = ctx.saved_tensors
+        of_query, of_own_key, of_own_value = (torch.empty_like(t) for t in (query, own_key, own_value))
+        of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+        for span, weights in zip(ctx.spans, kept, strict=True):
+            blocks, rows, num_rows = span.blocks, span.rows, span.end_row - span.first_row
+            queries, grad = query[:, blocks], grads[0][:, blocks]
+            own = grad @ own_value[:, blocks].transpose(-1, -2)
+            of_weights = torch.cat([_over_context(grad, value[:, rows].transpose(1, 2)), own], dim=-1)
+            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            to_rows, to_own = of_scores[..., :num_rows], of_scores[..., num_rows:]
+            of_query[:, blocks] = _over_context(to_rows, key[:, rows]) + to_own @ own_key[:, blocks]
+            of_key[:, rows] = to_rows.flatten(1, 2).transpose(1, 2) @ queries.flatten(1, 2)
+            of_value[:, rows] = weights[..., :num_rows].flatten(1, 2).transpose(1, 2) @ grad.flatten(1, 2)
+            of_own_key[:, blocks] = to_own.transpose(-1, -2) @ queries
+            of_own_value[:, blocks] = weights[..., num_rows:].transpose(-1, -2) @ grad
+        return of_query, of_key, of_value, of_own_key, of_own_value, None, None
+
+
+def _over_context(left: Tensor, right: Tensor) -> Tensor:
+    """[G, blocks, S, n] @ [G, n, m] -> [G, blocks, S, m] as one product per key head."""
+    return (left.flatten(1, 2) @ right).view(*left.shape[:-1], right.shape[-1])
 
 
 def _per_group(bias: Tensor, groups: int) -> Tensor:

@@ -9,28 +9,17 @@ The embedding and the output head are the target's, frozen, and not part of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from train.attention import BlockLayout, attend, attend_cached
 from train.drafter_config import DrafterConfig
+from train.rms_norm import RMSNorm
 
 INIT_STD = 0.02
-
-
-class RMSNorm(nn.Module):
-    """Plain RMSNorm over the last axis (weight, not 1 + weight), computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight.float()).to(x.dtype)
 
 
 class Rotary:
@@ -181,13 +170,20 @@ class DFlashDrafter(nn.Module):
 
     def forward(self, block_embeds: Tensor, context: Tensor, layout: BlockLayout) -> Tensor:
         """Blocks of a pack: embeddings [A, B, H], context rows [T, H] -> normed final states [A, B, H]."""
+        return self.blocks(block_embeds, self.keys_values(context, layout.context_positions()), layout)
+
+    def keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Context rows [T, H] at their documents' positions [T] -> keys and values [T, G, D] of each layer."""
+        table = self.rotary.table(positions, context.dtype)
+        return [layer.self_attn.keys_values(context, table) for layer in self.draft_layers()]
+
+    def blocks(self, block_embeds: Tensor, rows: Sequence[tuple[Tensor, Tensor]], layout: BlockLayout) -> Tensor:
+        """Blocks [A, B, H] over the keys and values of the context rows -> normed final states [A, B, H]."""
         x = block_embeds
-        context_table = self.rotary.table(layout.context_positions, context.dtype)
         block_table = self.rotary.table(layout.block_positions, x.dtype)
-        for layer in self.draft_layers():
+        for layer, (keys, values) in zip(self.draft_layers(), rows, strict=True):
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
-            keys, values = attention.keys_values(context, context_table)
             own_keys, own_values = attention.keys_values(normed, block_table)
             queries = attention.queries(normed, block_table)
             attended = attend(queries, keys, values, own_keys, own_values, layout, attention.window)

@@ -23,6 +23,7 @@ from train.objective import BlockSums, block_loss
 from train.ranks import join
 from train.run_files import run_lock
 from train.schedule import cosine, learning_rate
+from train.shared_context import SharedContext, block_slices, blocks_per_slice
 from train.state import TrainingState, prepare
 from train.validation import Validation
 
@@ -205,20 +206,29 @@ def _accumulate(state: TrainingState, batch: StepBatch, pack: Pack, noise: float
         )
     targets = block_targets(anchors, input_ids, loss_mask, cu_seqlens, config.block_size)
     embeds = state.embed(block_tokens(anchors, input_ids, config.block_size, config.mask_token_id))
-    layout = BlockLayout(anchors, cu_seqlens, config.block_size)
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-        hidden = state.drafter(embeds, state.drafter.context(features), layout)
-    output = block_loss(
-        hidden,
-        targets.labels,
-        slot_weights(targets.valid, config.slot_weights, config.slot_gamma),
-        state.head,
-        teacher=state.teacher(pack.teacher, anchors) if config.kl_weight > 0 else None,
-        kl_weight=config.kl_weight,
-        streak_aware=config.slot_weights == "dpace",
-    )
-    torch.autograd.backward(output.loss)
-    return output.sums
+    weights = slot_weights(targets.valid, config.slot_weights, config.slot_gamma)
+    mixed = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+    with mixed:
+        positions = pack.positions.to(device, non_blocking=True)
+        context = SharedContext(state.drafter.keys_values(state.drafter.context(features), positions))
+    sums = BlockSums.zero(config.block_size, device)
+    for blocks in block_slices(len(chosen), blocks_per_slice(config.block_size, device)):
+        layout = BlockLayout(anchors[blocks], cu_seqlens, config.block_size)
+        with mixed:
+            hidden = state.drafter.blocks(embeds[blocks], context.rows, layout)
+        output = block_loss(
+            hidden,
+            targets.labels[blocks],
+            weights[blocks],
+            state.head,
+            teacher=state.teacher(pack.teacher, anchors[blocks]) if config.kl_weight > 0 else None,
+            kl_weight=config.kl_weight,
+            streak_aware=config.slot_weights == "dpace",
+        )
+        torch.autograd.backward(output.loss)
+        sums += output.sums
+    context.backward()
+    return sums
 
 
 def _say_nothing(_: str) -> None:

@@ -43,6 +43,11 @@ class SliceTeacher:
     probabilities: Tensor | None = None
     """float32 [R, K]."""
 
+    def part(self, rows: slice) -> SliceTeacher:
+        """The same for some of the rows."""
+        of_rows = [None if whole is None else whole[rows] for whole in (self.logits, self.ids, self.probabilities)]
+        return SliceTeacher(*of_rows)
+
 
 @dataclass(frozen=True)
 class RowLosses:
