@@ -14,14 +14,14 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache_tools.errors import CheckpointError, ConfigError, DflashError, StoreError
+from cache_tools.errors import ConfigError, StoreError
 from cache_tools.packs import PackPlan
 from cache_tools.reader import Store
-from cache_tools.settings import flag_name, to_plain
+from cache_tools.settings import to_plain
 from train import checkpoint as checkpoints
 from train.batches import TeacherRows
 from train.checkpoint import Checkpoint
-from train.config import RESUMABLE_CHANGES, TrainConfig
+from train.config import TrainConfig
 from train.cost import StepShape, step_bytes, step_flops, with_unit
 from train.devices import pick_device
 from train.drafter import DFlashDrafter
@@ -32,6 +32,7 @@ from train.loader import Loader, pack_plan
 from train.objective import OutputHead
 from train.optimizers import Optimizers, WeightAverage
 from train.ranks import Ranks
+from train.refusals import refuse_changes, refuse_different_ranks, refuse_other_shape
 from train.run_files import write_text
 from train.selection import supervised_tokens, training_samples
 from train.target_parts import FinalNorm, TargetParts, reserved_tokens
@@ -149,12 +150,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
     previous = checkpoints.load(newest) if newest is not None else None
     config_plain = {**to_plain(config), "store_fingerprint": store_fingerprint(store)}
     if previous is not None:
-        _refuse_changes(previous, config_plain)
+        refuse_changes(previous, config_plain)
 
     layer_ids = _layer_ids(config, store)
     drafter_config = drafter_config_for(config, store, layer_ids)
     if previous is not None:
-        _refuse_other_shape(previous, drafter_config, config)
+        refuse_other_shape(previous, drafter_config, config)
     drafter = DFlashDrafter(drafter_config, seed=config.seed)
     samples = training_samples(config, store)
     scale, unit = _feature_scale(config, store, layer_ids, np.unique(samples), previous)
@@ -168,7 +169,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         samples=samples,
         order=config.order,
     )
-    _refuse_different_ranks(ranks, {**config_plain, "data_order": plan.fingerprint})
+    refuse_different_ranks(ranks, {**config_plain, "data_order": plan.fingerprint})
     total_steps = plan.num_steps(config.epochs) if config.steps is None else config.steps
     head = _head(config, store, parts, np.unique(samples))
     say(_describe(config, store, drafter, layer_ids, total_steps))
@@ -213,7 +214,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         step=previous.step if previous is not None else 0,
         saved_step=previous.step if previous is not None else None,
         cursor=previous.cursor if previous is not None else {},
-        order_hash=int(previous.order_hash or "0", 16) if previous is not None else 0,
+        order_hash=int(previous.order_hash, 16) if previous is not None else 0,
         num_unreadable=previous.num_unreadable if previous is not None else 0,
     )
 
@@ -323,50 +324,6 @@ def _head(config: TrainConfig, store: Store, parts: TargetParts, samples: NDArra
         return OutputHead(parts.lm_head)
     seen = supervised_tokens(store, samples, num_tokens=parts.lm_head.shape[0])
     return OutputHead.restricted(parts.lm_head, torch.from_numpy(seen).to(parts.lm_head.device))
-
-
-def _refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:
-    before = json.loads(json.dumps(previous.config))
-    current = json.loads(json.dumps(now))
-    changed = [
-        f"{flag_name(name)}: {before.get(name)!r} -> {value!r}"
-        for name, value in current.items()
-        if name not in RESUMABLE_CHANGES and before.get(name) != value
-    ]
-    if changed:
-        raise CheckpointError(
-            "this run began with other settings",
-            where=now["out"],
-            got="; ".join(changed),
-            expected="the settings in its config.yaml",
-            fix="use the old settings, or another --out for a new run",
-        )
-
-
-def _refuse_different_ranks(ranks: Ranks, plain: dict[str, Any]) -> None:
-    """Machines may differ in flags or in the store that they see under one path; nothing later would tell."""
-    for rank, theirs in enumerate(ranks.gather(plain)):
-        differing = [name for name in plain if name not in RESUMABLE_CHANGES and plain[name] != theirs[name]]
-        if differing:
-            raise DflashError(
-                f"rank {rank} and rank {ranks.rank} would not train the same run",
-                got="; ".join(f"{name}: {theirs[name]!r} and {plain[name]!r}" for name in differing),
-                fix="start every rank with the same flags and the same store",
-            )
-
-
-def _refuse_other_shape(previous: Checkpoint, now: DrafterConfig, config: TrainConfig) -> None:
-    """Settings may be equal and the drafter still another one: many of them come from the store."""
-    current = json.loads(json.dumps(dataclasses.asdict(now)))
-    before = json.loads(json.dumps(previous.drafter))
-    changed = [f"{name}: {before.get(name)} -> {value}" for name, value in current.items() if before.get(name) != value]
-    if changed:
-        raise CheckpointError(
-            "this run began with another store: its drafter differs from the one that this store asks for",
-            where=config.out,
-            got="; ".join(changed),
-            fix="give the old store, or another --out for a new run",
-        )
 
 
 def _tokens_per_step(config: TrainConfig) -> int:
