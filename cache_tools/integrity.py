@@ -21,7 +21,7 @@ from cache_tools.locating import Locator, SampleRun
 from cache_tools.manifest import Manifest
 from cache_tools.order import mix64_array
 from cache_tools.progress import Progress
-from cache_tools.reader import read_scales
+from cache_tools.scales import read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
     SCALES_SEAL,

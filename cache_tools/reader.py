@@ -27,6 +27,7 @@ from cache_tools.files import RUN_VERIFY, TEMPORARY_NAME, Json, file_size, parse
 from cache_tools.layout import samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
 from cache_tools.quantise import QUANTISED, decode
+from cache_tools.scales import read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
     SCALES_SEAL,
@@ -366,21 +367,6 @@ class Store:
             raise CorruptError("the metadata of the target is missing", where=path, fix=RUN_VERIFY)
         with reading(path):
             return parse_json(path.read_bytes(), path)
-
-
-def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]]:
-    """Static channel scales [hidden_size] by layer id; empty for lossless codecs.
-
-    Raises StoreError when they were not calibrated yet, CorruptError when they are damaged.
-    """
-    arrays = scale_arrays(manifest)
-    if arrays and not (root / SCALES_SEAL).exists():
-        raise StoreError(
-            "the store's channel scales were not calibrated yet",
-            where=root,
-            fix="run the `dflash-precompute run` command that made the store again",
-        )
-    return {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
 
 
 def target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:

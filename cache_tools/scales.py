@@ -1,4 +1,4 @@
-"""Storing the static channel scales of a quantised store."""
+"""The static channel scales of a quantised store, written and read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,24 @@ from numpy.typing import NDArray
 from cache_tools.arrays import scale_arrays
 from cache_tools.errors import StoreError
 from cache_tools.files import write_file, writing
+from cache_tools.manifest import Manifest
 from cache_tools.seals import SCALES_SEAL, read_checked, read_manifest, scales_checksum, seal_content, shard_number
-from cache_tools.shards import ObjectRecord, write_array
+from cache_tools.shards import ObjectRecord, ShardedArray, write_array
+
+
+def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]]:
+    """Static channel scales [hidden_size] by layer id; empty for lossless codecs.
+
+    Raises StoreError when they were not calibrated yet, CorruptError when they are damaged.
+    """
+    arrays = scale_arrays(manifest)
+    if arrays and not (root / SCALES_SEAL).exists():
+        raise StoreError(
+            "the store's channel scales were not calibrated yet",
+            where=root,
+            fix="run the `dflash-precompute run` command that made the store again",
+        )
+    return {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
 
 
 def write_scales(path: Path, scales: Mapping[int, NDArray[np.float32]]) -> None:
