@@ -27,6 +27,7 @@ from train.objective import OutputHead  # noqa: E402
 from train.optimizers import Optimizers  # noqa: E402
 from train.ranks import Ranks  # noqa: E402
 from train.state import TrainingState  # noqa: E402
+from train.tapped import LOSSLESS_PART, TappedStates  # noqa: E402
 from train.target_parts import FinalNorm  # noqa: E402
 
 
@@ -82,7 +83,13 @@ def _batch(problem: Problem, tensors: Tensors) -> dict[str, Any]:
         input_ids=tensors.tokens.flatten(),
         loss_mask=tensors.loss_mask.flatten(),
         positions=torch.arange(problem.document_tokens).repeat(problem.num_documents),
-        features=tensors.features.view(num_rows, -1),
+        tapped=TappedStates(
+            codec="raw",
+            parts={LOSSLESS_PART: tensors.features.view(num_rows, problem.num_taps, -1).transpose(0, 1).contiguous()},
+            first_rows=_boundaries(problem)[:-1].long(),
+            first=None,
+            channel_scale=None,
+        ),
     )
     return {
         "epoch": 0.0,
