@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,34 +136,28 @@ def held_out_loss(run: Path, store_path: Path) -> float:
 
     from cache_tools.reader import Store
     from cache_tools.settings import load_config
-    from train.anchors import block_targets, block_tokens, decay_weights, sample_anchors
-    from train.attention import BlockLayout
     from train.config import TrainConfig
-    from train.loader import Loader, pack_plan
-    from train.objective import BlockSums, block_loss
+    from train.held_out import group_samples, read_packs
+    from train.held_out_loss import held_out_sums
+    from train.objective import BlockSums
     from train.selection import training_samples
     from train.state import prepare
 
     state = prepare(load_config(TrainConfig, run / "config.yaml", {}), lambda _: None)
     config, store = state.config, Store.open(store_path)
     held_out = np.setdiff1d(np.arange(store.num_samples), training_samples(config, store))
-    plan = pack_plan(store, seed=0, token_budget=config.token_budget, packs_per_step=1, samples=held_out)
     sums = BlockSums.zero(config.block_size, state.device)
-    loader = Loader(store, plan, layer_ids=state.layer_ids, prefetch_bytes=10**8, num_threads=1)
-    with loader, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for batch in islice(loader, plan.num_steps(1.0)):
-            (pack,) = batch.packs
-            rows = (pack.loss_mask.numpy(), pack.cu_seqlens.numpy(), pack.samples)
-            anchors = torch.from_numpy(
-                sample_anchors(*rows, seed=0, step=0, anchors_per_supervised=BLOCKS_PER_SUPERVISED)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for pack in read_packs(store, group_samples(store, held_out), state.layer_ids):
+            sums += held_out_sums(
+                state.drafter,
+                pack.tapped.to_features(state.device, state.compute_dtype, state.feature_scale),
+                pack,
+                embed=state.embed,
+                head=state.head,
+                anchors_per_supervised=BLOCKS_PER_SUPERVISED,
+                gamma=config.slot_gamma,
             )
-            features = pack.tapped.to_features(state.device, state.compute_dtype, state.feature_scale)
-            tokens = block_tokens(anchors, pack.input_ids, config.block_size, config.mask_token_id)
-            layout = BlockLayout(anchors, pack.cu_seqlens, config.block_size)
-            hidden = state.drafter(state.embed(tokens), state.drafter.context(features), layout)
-            targets = block_targets(anchors, pack.input_ids, pack.loss_mask, pack.cu_seqlens, config.block_size)
-            weights = decay_weights(targets.valid, config.slot_gamma)
-            sums += block_loss(hidden, targets.labels, weights, state.head).sums
     return sums.mean_loss
 
 

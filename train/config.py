@@ -14,6 +14,11 @@ from cache_tools.template_args import parse_template_args
 GAMMA_OF_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
 
 
+def default_gamma(block_size: int) -> float:
+    """The decay constant of the slot weights, in slots, where nobody chose one."""
+    return GAMMA_OF_BLOCK_SIZE.get(block_size, block_size / 2.2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that decides what `dflash-train run` computes."""
@@ -181,9 +186,7 @@ class TrainConfig:
     @property
     def slot_gamma(self) -> float:
         """The decay constant of the slot weights, in slots."""
-        if self.gamma is not None:
-            return self.gamma
-        return GAMMA_OF_BLOCK_SIZE.get(self.block_size, self.block_size / 2.2)
+        return default_gamma(self.block_size) if self.gamma is None else self.gamma
 
 
 # What may change between a run and its resumption: none of these alters what is computed.

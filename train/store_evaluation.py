@@ -11,30 +11,36 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cache_tools.errors import CheckpointError, ConfigError, StoreError
 from cache_tools.progress import Progress
 from cache_tools.reader import Store
 from train import checkpoint as checkpoints
 from train.acceptance import Acceptance, acceptance_lines, acceptance_report
-from train.config import EvalConfig
+from train.batches import Pack
+from train.config import EvalConfig, default_gamma
 from train.devices import pick_device
 from train.drafter import DFlashDrafter
 from train.held_out import group_samples, read_packs
+from train.held_out_loss import held_out_sums
 from train.loading import checkpoint_of, is_exported, load_any_drafter
+from train.objective import BlockSums, OutputHead
 from train.selection import some_of, validation_samples
 from train.state import store_fingerprint
 from train.target_parts import TargetParts
 from train.walk import walk_answers
 
+_ANCHORS_PER_SUPERVISED = 0.25
 EXACT_IF = "exact for answers that the target generated greedily, else an estimate"
 
 
 def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Walks every answer of the chosen samples; returns a report for JSON.
 
-    Beside what `acceptance_report` gives, it holds which samples these are (`selection`), whether the drafter was
-    trained on them (`held_out`, None when that is unknown), how many answers and tokens were walked, and how fast.
+    Beside what `acceptance_report` gives, it holds the `loss` in nats (cross entropy over blocks at a quarter of the
+    supervised tokens, slots weighing as in training by default), which samples these are (`selection`), whether the
+    drafter was trained on them (`held_out`, None when that is unknown), how much was walked, and how fast.
 
     Raises ConfigError, StoreError or CheckpointError for what cannot be loaded or does not fit.
     """
@@ -53,11 +59,14 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
     # The scale of training lies in the drafter's `fc`.
     unscaled = torch.ones(len(drafter.config.target_layer_ids) * store.hidden_size, device=device)
     answers: list[Acceptance] = []
+    sums, head = BlockSums.zero(drafter.config.block_size, device), OutputHead(parts.lm_head)
     began = time.perf_counter()
     for pack in read_packs(store, group_samples(store, chosen.samples), drafter.config.target_layer_ids):
+        features = pack.tapped.to_features(device, dtype, unscaled)
+        sums += _loss(drafter, features, pack, parts, head)
         answers += walk_answers(
             drafter,
-            pack.tapped.to_features(device, dtype, unscaled),
+            features,
             pack,
             embed=lambda tokens: parts.embedding[tokens],
             lm_head=parts.lm_head,
@@ -75,6 +84,7 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
         "num_answers": len(answers),
         "num_tokens": tokens,
         "num_steps": sum(len(answer.acceptance_lengths) for answer in answers),
+        "loss": sums.mean_loss,
         "dtype": config.dtype,
         "block_size": drafter.config.block_size,
         **acceptance_report(answers, drafter.config.block_size),
@@ -82,6 +92,19 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
         "tokens_per_second": tokens / seconds,
         "validity": EXACT_IF,
     }
+
+
+@torch.no_grad()
+def _loss(drafter: DFlashDrafter, features: Tensor, pack: Pack, parts: TargetParts, head: OutputHead) -> BlockSums:
+    return held_out_sums(
+        drafter,
+        features,
+        pack,
+        embed=lambda tokens: parts.embedding[tokens],
+        head=head,
+        anchors_per_supervised=_ANCHORS_PER_SUPERVISED,
+        gamma=default_gamma(drafter.config.block_size),
+    )
 
 
 def describe_store(report: Mapping[str, Any]) -> str:
@@ -92,6 +115,7 @@ def describe_store(report: Mapping[str, Any]) -> str:
             f"samples            {report['num_samples']:,} ({report['selection']}; {known[report['held_out']]})",
             f"answers            {report['num_answers']:,} ({report['num_tokens']:,} tokens, {report['dtype']})",
             *acceptance_lines(report),
+            f"loss               {report['loss']:.4f} nats",
             f"from the store     {report['validity']}",
             f"walked             {report['tokens_per_second']:,.0f} tok/s, {report['seconds']:.1f} s",
         ]

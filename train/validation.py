@@ -12,26 +12,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cache_tools.errors import ConfigError
 from train import checkpoint as checkpoints
 from train.acceptance import Acceptance, acceptance_report, shown_length
-from train.anchors import block_targets, block_tokens, decay_weights, sample_anchors
-from train.attention import BlockLayout
 from train.batches import Pack
 from train.held_out import group_samples, read_packs
-from train.objective import BlockSums, OutputHead, block_loss
+from train.held_out_loss import held_out_sums
+from train.objective import BlockSums, OutputHead
 from train.selection import some_of, validation_samples
 from train.state import TrainingState
 from train.target_parts import TargetParts
 from train.walk import walk_answers
-
-# Not the run's seed: runs that differ by their seed are to be judged by the same blocks.
-_ANCHOR_SEED = 0
 
 
 class Validation:
@@ -117,37 +111,19 @@ class Validation:
             return _Judged(BlockSums.zero(state.config.block_size).vector(), [], 0)
         features = pack.tapped.to_features(state.device, state.compute_dtype, state.feature_scale)
         with torch.autocast(state.device.type, torch.bfloat16, enabled=state.config.precision == "bf16"):
-            sums = self._sums(pack, features)
+            sums = held_out_sums(
+                state.drafter,
+                features,
+                pack,
+                embed=state.embed,
+                head=self._head,
+                anchors_per_supervised=self._anchor_rate,
+                gamma=state.config.slot_gamma,
+            )
             answers = walk_answers(
                 state.drafter, features, pack, embed=state.embed, lm_head=self._head.weight, max_new_tokens=None
             )
         return _Judged(sums.vector().cpu(), answers, len(pack.samples))
-
-    def _sums(self, pack: Pack, features: Tensor) -> BlockSums:
-        """Cross entropy with decaying slot weights, whatever the objective; the anchors are the same every time."""
-        config, device = self._state.config, self._state.device
-        chosen = self._anchors(pack)
-        if not len(chosen):
-            return BlockSums.zero(config.block_size, device)
-        anchors, cu_seqlens, input_ids, loss_mask = (
-            tensor.to(device) for tensor in (torch.from_numpy(chosen), pack.cu_seqlens, pack.input_ids, pack.loss_mask)
-        )
-        targets = block_targets(anchors, input_ids, loss_mask, cu_seqlens, config.block_size)
-        embeds = self._state.embed(block_tokens(anchors, input_ids, config.block_size, config.mask_token_id))
-        layout = BlockLayout(anchors, cu_seqlens, config.block_size)
-        hidden = self._state.drafter(embeds, self._state.drafter.context(features), layout)
-        weights = decay_weights(targets.valid, config.slot_gamma)
-        return block_loss(hidden, targets.labels, weights, self._head).sums
-
-    def _anchors(self, pack: Pack) -> NDArray[np.int64]:
-        return sample_anchors(
-            pack.loss_mask.numpy(),
-            pack.cu_seqlens.numpy(),
-            pack.samples,
-            seed=_ANCHOR_SEED,
-            step=0,
-            anchors_per_supervised=self._anchor_rate,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
