@@ -19,7 +19,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_tools.reader import Store
+from train.config import TrainConfig
 from train.drafter_config import DrafterConfig
+from train.tapped import bytes_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +56,22 @@ def step_flops(config: DrafterConfig, shape: StepShape) -> float:
     return 2.0 * (2 * fc + 3 * (context + blocks + attention) + 2 * head)
 
 
-def step_bytes(config: DrafterConfig, shape: StepShape) -> int:
-    """Bytes of hidden states that a step reads, decoded: two a value."""
-    return shape.context_tokens * len(config.target_layer_ids) * config.hidden_size * 2
+def describe_step(
+    config: TrainConfig, shape: DrafterConfig, store: Store, lengths: NDArray[np.int64], *, head_rows: int
+) -> str:
+    """The cost of a full step over samples of these lengths; a block at a random token sees half of its sample."""
+    step = StepShape(
+        context_tokens=config.token_budget * config.packs_per_step,
+        num_blocks=config.anchors_per_step,
+        slots_with_loss=config.anchors_per_step * (config.block_size - 1),
+        visible_rows=float(np.square(lengths, dtype=np.float64).sum() / lengths.sum()) / 2,
+        head_rows=head_rows,
+    )
+    row_bytes = bytes_per_token(store.manifest.codec, len(shape.target_layer_ids), shape.hidden_size)
+    return (
+        f"a step: at most {with_unit(step_flops(shape, step), 'FLOP')} in matrix products, "
+        f"{with_unit(step.context_tokens * row_bytes, 'B')} of hidden states"
+    )
 
 
 def _rows_seen(config: DrafterConfig, layer: int, visible_rows: float) -> float:

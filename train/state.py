@@ -22,7 +22,7 @@ from train import checkpoint as checkpoints
 from train.batches import TeacherRows
 from train.checkpoint import Checkpoint
 from train.config import TrainConfig
-from train.cost import StepShape, step_bytes, step_flops, with_unit
+from train.cost import describe_step
 from train.devices import pick_device
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
@@ -173,7 +173,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
     total_steps = plan.num_steps(config.epochs) if config.steps is None else config.steps
     head = _head(config, store, parts, np.unique(samples))
     say(_describe(config, store, drafter, layer_ids, total_steps))
-    say(_describe_step(config, drafter_config, plan.lengths, head))
+    say(describe_step(config, drafter_config, store, plan.lengths, head_rows=head.weight.shape[0]))
     for line in warnings(config, store, samples, float(plan.lengths.sum() / _tokens_per_step(config))):
         say(line)
     if previous is not None:
@@ -335,21 +335,6 @@ def _describe(config: TrainConfig, store: Store, drafter: DFlashDrafter, layers:
     return (
         f"{store.num_samples:,} samples, {store.num_tokens:,} tokens; drafter: {drafter.config.num_hidden_layers} "
         f"layers, {parameters / 1e6:.1f} M parameters, block {config.block_size}, taps {list(layers)}; {steps} steps"
-    )
-
-
-def _describe_step(config: TrainConfig, shape: DrafterConfig, lengths: NDArray[np.int64], head: OutputHead) -> str:
-    """The cost of a full step; a block at a random token of a random sample sees half of the sample."""
-    step = StepShape(
-        context_tokens=_tokens_per_step(config),
-        num_blocks=config.anchors_per_step,
-        slots_with_loss=config.anchors_per_step * (config.block_size - 1),
-        visible_rows=float(np.square(lengths, dtype=np.float64).sum() / lengths.sum()) / 2,
-        head_rows=head.weight.shape[0],
-    )
-    return (
-        f"a step: at most {with_unit(step_flops(shape, step), 'FLOP')} in matrix products, "
-        f"{with_unit(step_bytes(shape, step), 'B')} of hidden states"
     )
 
 
