@@ -32,11 +32,11 @@ from cache_tools.seals import (
     PLAN_SEAL,
     SCALES_SEAL,
     TARGET_SEAL,
-    Rejection,
     read_manifest,
-    read_rejected,
+    read_rejections,
+    rejected_by_seal,
     rejected_list,
-    shard_number,
+    sealed_shards,
 )
 from cache_tools.shard_files import ShardFiles
 from cache_tools.shards import ShardedArray
@@ -93,10 +93,11 @@ class Store:
         """Use `Store.open`."""
         self.path = path
         self.manifest = manifest
-        self.sealed = frozenset(_sealed_shards(path, manifest.layout.num_shards))
+        self.sealed = frozenset(sealed_shards(path, manifest.layout.num_shards))
         self.has_target = (path / TARGET_SEAL).exists()
         self.has_scales = not scale_arrays(manifest) or (path / SCALES_SEAL).exists()
-        self.rejections = {item.sample: item for item in _rejections(path, self.sealed)}
+        self.rejections = {item.sample: item for item in read_rejections(path, self.sealed)}
+        self._rejected_by_seal: dict[int, frozenset[int]] = {}  # samples by shard, for shards read from so far
         self.samples = SampleTable(path, manifest)
         files = ShardFiles()
         self._ids, self._mask = (ShardedArray(path, array, files) for array in token_arrays(manifest))
@@ -345,6 +346,14 @@ class Store:
                 got=f"layer {rejection.layer}: {rejection.reason}",
                 fix="leave it out",
             )
+        if shard not in self._rejected_by_seal:  # only now: opening must not take longer the more shards there are
+            self._rejected_by_seal[shard] = rejected_by_seal(self.path, shard)
+        if sample in self._rejected_by_seal[shard]:
+            raise CorruptError(
+                f"sample {sample} was rejected when hidden states were computed, but no list says so",
+                where=self.path / rejected_list(shard),
+                fix=RUN_VERIFY,
+            )
 
     def _layer(self, layer_id: int) -> dict[str, ShardedArray]:
         if layer_id not in self._hidden:
@@ -378,19 +387,3 @@ def target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
         if to_json(metadata) == array.metadata():
             return array
     raise CorruptError("damaged metadata of a target array", where=path, fix=RUN_VERIFY)
-
-
-def _sealed_shards(root: Path, num_shards: int) -> list[int]:
-    with reading(root / "sealed"):
-        numbers = [shard_number(name) for name in os.listdir(root / "sealed")]
-    return [number for number in numbers if number is not None and number < num_shards]
-
-
-def _rejections(root: Path, sealed: frozenset[int]) -> list[Rejection]:
-    """Rejected samples of sealed shards; lists of other shards belong to a writer that is still at work."""
-    if not (root / "rejected").is_dir():
-        return []
-    with reading(root / "rejected"):
-        numbers = [shard_number(name) for name in os.listdir(root / "rejected")]
-    shards = sorted(number for number in numbers if number in sealed)
-    return [item for shard in shards for item in read_rejected(root / rejected_list(shard))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,12 +130,40 @@ def read_checked(path: Path) -> dict[str, Json]:
 
 
 def read_rejected(path: Path) -> list[Rejection]:
-    """The rejected samples of a shard. Raises CorruptError."""
+    """The rejected samples of a shard, from its list of them or from its seal. Raises CorruptError."""
     value = read_checked(path)
     try:
         return [Rejection(**item) for item in value["rejected"]]  # type: ignore[union-attr, arg-type]
     except (KeyError, TypeError) as error:
         raise CorruptError("damaged list of rejected samples", where=path, fix=RUN_VERIFY) from error
+
+
+def sealed_shards(root: Path, num_shards: int) -> list[int]:
+    """The shards that have a seal, in any order. Raises StoreError."""
+    with reading(root / "sealed"):
+        numbers = [shard_number(name) for name in os.listdir(root / "sealed")]
+    return [number for number in numbers if number is not None and number < num_shards]
+
+
+def read_rejections(root: Path, sealed: frozenset[int]) -> list[Rejection]:
+    """Rejected samples of sealed shards; lists of other shards belong to a writer that is still at work.
+
+    Raises StoreError, CorruptError.
+    """
+    if not (root / "rejected").is_dir():
+        return []
+    with reading(root / "rejected"):
+        numbers = [shard_number(name) for name in os.listdir(root / "rejected")]
+    shards = sorted(number for number in numbers if number in sealed)
+    return [item for shard in shards for item in read_rejected(root / rejected_list(shard))]
+
+
+def rejected_by_seal(root: Path, shard: int) -> frozenset[int]:
+    """The samples that the seal of a shard rejects: should their list be lost, their zeros must not pass for states.
+
+    Raises StoreError, CorruptError.
+    """
+    return frozenset(item.sample for item in read_rejected(root / shard_seal(shard)))
 
 
 def _parse_root(content: bytes, path: Path) -> Manifest:

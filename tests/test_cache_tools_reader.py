@@ -272,3 +272,14 @@ def test_float32_weights_are_kept_as_they_are(tmp_path: Path) -> None:
     np.testing.assert_array_equal(by_zarr(store.path, "target/embed_tokens/values"), weights)
     np.testing.assert_array_equal(by_tensorstore(store.path, "target/final_norm/values"), weights[0])
     assert opened.target_attributes == attributes
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "int8"])
+def test_rejected_samples_never_pass_for_zeros_when_their_list_is_gone(codec: Codec, tmp_path: Path) -> None:
+    path = make_store(tmp_path / "s", LENGTHS, codec=codec, rejected=(3,), shard_rows=64).path
+    shutil.rmtree(path / "rejected")
+    store = Store.open(path)
+    for _ in range(2):
+        with pytest.raises(CorruptError, match=r"sample 3 was rejected(.|\n)*where: .*rejected/\d+.json"):
+            store.read_hidden(3)
+    assert all(store.read_hidden(sample).any() for sample in range(store.num_samples) if sample != 3)
