@@ -22,7 +22,8 @@ from cache_tools.layer_ids import default_layer_ids
 from cache_tools.layout import Layout, default_shard_rows, plan_layout
 from cache_tools.manifest import DataSpec, LayoutSpec, Manifest, SourceSpec, TargetSpec
 from cache_tools.progress import progress_bar
-from cache_tools.quantise import arithmetic
+from cache_tools.quantise import QUANTISED, arithmetic, parts
+from cache_tools.teacher import Teacher
 from cache_tools.template_args import parse_template_args
 from precompute import fingerprints
 from precompute.budget import largest_size, samples_within
@@ -205,7 +206,7 @@ def manifest_now(config: PrecomputeConfig, stored: Manifest) -> Manifest:
 
 
 def read_target(config: PrecomputeConfig) -> PlannedTarget:
-    """Config, tokenizer and hashes of the target. Raises TargetError, or ConfigError for impossible layer ids."""
+    """Config, tokenizer and hashes of the target. Raises TargetError; ConfigError for what does not fit the target."""
     from transformers import AutoConfig, AutoTokenizer
 
     folder = config.target
@@ -234,6 +235,7 @@ def read_target(config: PrecomputeConfig) -> PlannedTarget:
             got=f"{spec.num_layers} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}",
             expected="positive numbers",
         )
+    _check_fits(config, spec)
     return PlannedTarget(
         spec=spec,
         tokenizer=tokenizer,
@@ -299,6 +301,18 @@ def _batches(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
             batch = []
     if batch:
         yield batch
+
+
+def _check_fits(config: PrecomputeConfig, spec: TargetSpec) -> None:
+    """Raises ConfigError when the target's sizes rule out the codec or the teacher: before hours of tokenising."""
+    if config.codec in QUANTISED:
+        parts(config.codec, spec.hidden_size)
+    if Teacher.parse(config.teacher).k > spec.vocab_size:
+        raise ConfigError(
+            "the teacher has more tokens than the target's vocabulary",
+            got=f"--teacher {config.teacher}",
+            expected=f"at most topk:{spec.vocab_size}",
+        )
 
 
 def _layer_ids(config: PrecomputeConfig, num_layers: int) -> tuple[int, ...]:

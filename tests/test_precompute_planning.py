@@ -222,3 +222,15 @@ def test_ids_that_cannot_be_encoded_are_reported_escaped(target: Path, tmp_path:
     result = CliRunner().invoke(main, ["plan", "--target", str(target), "--data", str(rows), *flags])
     assert result.exit_code == 0, result.output
     assert "rows.jsonl:4 (id \\ud800)" in result.stdout
+
+
+def test_a_codec_or_teacher_that_does_not_fit_the_target_is_refused_before_any_row_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = make_target(tmp_path / "narrow", weights=False, hidden_size=48)
+    data = write_jsonl(tmp_path / "rows.jsonl", chats(2))
+    monkeypatch.setattr("precompute.planning.tokenise", None)
+    with pytest.raises(ConfigError, match="int4 needs a hidden size"):
+        plan(make_precompute_config(narrow, data, codec="int4"))
+    with pytest.raises(ConfigError, match=r"vocabulary(.|\n)*got: --teacher topk:513(.|\n)*at most topk:512"):
+        plan(make_precompute_config(narrow, data, teacher="topk:513"))
