@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cache_tools.codec_report import NUM_SAMPLES, CodecComparison, CodecReport, choose_samples
 from cache_tools.errors import ConfigError, TargetError
-from cache_tools.integrity import find_bad_layer
+from cache_tools.integrity import CONSTANT, find_bad_layer
 from cache_tools.progress import progress_bar
 from precompute.config import CodecsConfig
 from precompute.conversations import find_sources
@@ -52,9 +52,10 @@ def _device(config: CodecsConfig) -> torch.device:
 def _states(target: Target, input_ids: NDArray[np.int32]) -> NDArray[np.uint16]:
     """bfloat16 bit patterns [length, F, H] of one sample. Raises TargetError when they are unusable."""
     layers = [layer.cpu().view(torch.int16).numpy().view(np.uint16) for layer in target.hidden_states([input_ids])]
+    is_one_token = bool((input_ids == input_ids[0]).all())  # attention then averages equal values
     for number, bits in enumerate(layers):
         reason = find_bad_layer(bits)
-        if reason is not None:
+        if reason is not None and not (reason == CONSTANT and is_one_token):
             raise TargetError(
                 f"the target gave unusable hidden states, tapped layer {number}: {reason}",
                 fix="check the target, its precision and attention",

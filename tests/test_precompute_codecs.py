@@ -50,3 +50,10 @@ def test_the_command_writes_nothing_and_prints_json(tmp_path: Path) -> None:
 def test_impossible_settings_are_refused_as_by_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="flash_attention_2 needs"):
         compare_codecs(CodecsConfig(target=tmp_path, data=(tmp_path,), dtype="float32", attention="flash_attention_2"))
+
+
+def test_samples_of_one_token_again_and_again_are_measured(tmp_path: Path) -> None:
+    rows = [{"input_ids": [token] * 6, "loss_mask": [1] * 6} for token in (7, 8)]
+    target, data = make_target(tmp_path / "target"), write_jsonl(tmp_path / "rows.jsonl", rows)
+    report = compare_codecs(CodecsConfig(target=target, data=(data,), layer_ids=(0, 2), device="cpu"))
+    assert report.measured_tokens == report.calibration_tokens == 6
