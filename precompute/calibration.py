@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from cache_tools.arrays import scale_arrays
+from cache_tools.errors import TargetError
 from cache_tools.order import Permutation
 from cache_tools.quantise import ChannelCalibration
 from cache_tools.reader import Store
@@ -29,13 +30,24 @@ def calibrate(store: Store, target: Target) -> None:
     """
     if not scale_arrays(store.manifest) or (store.path / SCALES_SEAL).exists():
         return
-    found = {layer_id: ChannelCalibration() for layer_id in store.layer_ids}
-    for sample in calibration_samples(store):
+    found: dict[int, ChannelCalibration] = {}
+    samples = calibration_samples(store)
+    for sample in samples:
         # One by one: samples of different lengths would be mostly padding.
         layers = target.hidden_states(token_ids(store, [sample]))
         for layer_id, hidden in zip(store.layer_ids, layers, strict=False):  # behind the taps may come the last layer
             if torch.isfinite(hidden).all():  # what is not is found, and named, when its shard is computed
-                found[layer_id].add(hidden[1:].cpu().view(torch.int16).numpy().view(np.uint16))
+                found.setdefault(layer_id, ChannelCalibration()).add(
+                    hidden[1:].cpu().view(torch.int16).numpy().view(np.uint16)
+                )
+    for layer_id in store.layer_ids:
+        if layer_id not in found:
+            raise TargetError(
+                f"the target gave unusable hidden states for all samples to calibrate on, layer {layer_id}",
+                where=store.path,
+                got=f"NaN or Inf in each of {len(samples)} samples",
+                fix="check the target, its precision and attention",
+            )
     write_scales(store.path, {layer_id: calibration.scale() for layer_id, calibration in found.items()})
 
 

@@ -20,6 +20,7 @@ from cache_tools.integrity import CONSTANT, find_bad_layer
 from cache_tools.reader import Store
 from cache_tools.writer import ShardWriter
 from precompute.encoding import by_layer
+from precompute.teacher import find_bad_teacher
 from precompute.transfer import HostCopy
 
 _WAITING_BATCHES = 1
@@ -109,19 +110,29 @@ class ShardSink(AbstractContextManager["ShardSink"]):
         by_id: dict[int, NDArray[np.uint16]] = dict(zip(manifest.layer_ids, arrays[:end_of_layers], strict=True))
         encoded = by_layer(manifest, arrays[end_of_layers:end_of_encoded])
         teacher = dict(zip(names, arrays[end_of_encoded:], strict=True))
-        for layer_id, reason in zip(by_id, self._reasons(list(by_id.values())), strict=True):
-            if reason is None or (reason == CONSTANT and self._is_one_token(sample)):
-                continue
-            if self._on_bad == "fail":
-                source = self._store.manifest.data.sources[int(self._store.samples.source[sample])].name
-                raise TargetError(
-                    f"the target gave unusable hidden states for sample {sample}, layer {layer_id}: {reason}",
-                    where=f"{source}:{int(self._store.samples.row[sample]) + 1}",
-                    fix="check the target, its precision and attention; --on-bad skip leaves such samples out",
-                )
-            writer.reject(sample, layer_id, reason)
+        unusable = self._unusable(sample, by_id, teacher)
+        if unusable is None:
+            writer.append(sample, by_id, teacher, encoded)
             return
-        writer.append(sample, by_id, teacher, encoded)
+        layer_id, reason = unusable
+        if self._on_bad == "fail":
+            source = manifest.data.sources[int(self._store.samples.source[sample])].name
+            raise TargetError(
+                f"the target gave unusable hidden states for sample {sample}, layer {layer_id}: {reason}",
+                where=f"{source}:{int(self._store.samples.row[sample]) + 1}",
+                fix="check the target, its precision and attention; --on-bad skip leaves such samples out",
+            )
+        writer.reject(sample, layer_id, reason)
+
+    def _unusable(
+        self, sample: int, layers: dict[int, NDArray[np.uint16]], teacher: dict[str, NDArray[Any]]
+    ) -> tuple[int, str] | None:
+        """The first layer that is unusable, and why; the target's last one if its prediction is."""
+        for layer_id, reason in zip(layers, self._reasons(list(layers.values())), strict=True):
+            if reason is not None and not (reason == CONSTANT and self._is_one_token(sample)):
+                return layer_id, reason
+        reason = find_bad_teacher(teacher)
+        return None if reason is None else (self._store.manifest.target.num_layers - 1, reason)
 
     def _reasons(self, layers: list[NDArray[np.uint16]]) -> list[str | None]:
         """Why each layer is unusable, if it is."""

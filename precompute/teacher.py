@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from cache_tools.manifest import Manifest
 from cache_tools.reader import Store
 from cache_tools.teacher import Teacher
 from precompute.target import Target
+
+_BF16_INFINITY = np.uint16(0x7F80)
+_BF16_MAGNITUDE = np.uint16(0x7FFF)
 
 
 def kept_layers(manifest: Manifest) -> tuple[int, ...]:
@@ -41,6 +45,17 @@ def teacher_rows(store: Store, target: Target, samples: range, last: Tensor) -> 
     logprobs = last.new_zeros((len(last), teacher.k), dtype=torch.float32)
     ids[kept], logprobs[kept] = target.top_tokens(last[kept], teacher.k)
     return [ids, logprobs]
+
+
+def find_bad_teacher(arrays: Mapping[str, NDArray[Any]]) -> str | None:
+    """Why the arrays [length, ...] of a sample's teacher, by name, are unusable; None if they are fine."""
+    if "bits" in arrays:
+        bad = (arrays["bits"] & _BF16_MAGNITUDE) >= _BF16_INFINITY
+    elif "topk_logprobs" in arrays:
+        bad = ~np.isfinite(arrays["topk_logprobs"])
+    else:
+        return None
+    return f"NaN or Inf at token {int(bad.any(axis=1).argmax())}" if bad.any() else None
 
 
 def token_ids(store: Store, samples: Iterable[int]) -> list[NDArray[np.int32]]:

@@ -22,13 +22,15 @@ from transformers import AutoModelForCausalLM
 
 from cache_tools.arrays import hidden_arrays
 from cache_tools.codecs import bf16_to_float32, float32_to_bf16_bits
+from cache_tools.errors import TargetError
 from cache_tools.integrity import verify
 from cache_tools.quantise import QUANTISED, decode, encode
 from cache_tools.reader import Store
 from precompute.calibration import calibration_samples
 from precompute.planning import plan
 from precompute.reporting import plan_report
-from precompute.run import run
+from precompute.run import run, write_plan
+from precompute.target import Target
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,13 @@ def test_a_quantised_store_holds_what_encoding_the_lossless_states_gives(
         states = exact.read_hidden(sample)
         for i, layer_id in enumerate(store.layer_ids):
             scales = store.channel_scales[layer_id]
-            states[1:, i] = float32_to_bf16_bits(decode(codec, encode(codec, states[1:, i], scales), scales))
+            encoded = encode(codec, states[1:, i], scales)
+            stored = dict(store.read_parts(sample, layer_id))
+            assert np.array_equal(stored.pop("first"), states[:1, i])
+            assert {name: part[1:].tobytes() for name, part in stored.items()} == {
+                name: part.tobytes() for name, part in encoded.items()
+            }
+            states[1:, i] = float32_to_bf16_bits(decode(codec, encoded, scales))
         assert np.array_equal(store.read_hidden(sample), states), sample
 
 
@@ -120,6 +128,45 @@ def test_the_teacher_is_the_targets_own_prediction(
         norm = next(m for name, m in model.named_modules() if name.endswith("model.norm"))
         through_head = model.lm_head(norm(last)).float()
         torch.testing.assert_close(through_head, logits[kept], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("on_bad", ["fail", "skip"])
+def test_channel_scales_that_no_sample_can_give_are_a_target_error(
+    on_bad: Any, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Target.hidden_states
+
+    def broken(self: Target, batch: Any) -> Any:
+        first, second = original(self, batch)
+        return [first, torch.full_like(second, torch.nan)]
+
+    monkeypatch.setattr(Target, "hidden_states", broken)
+    with pytest.raises(TargetError, match=r"layer 2(.|\n)*NaN or Inf in each of 20 samples"):
+        computed(target, data, tmp_path / "store", codec="int8", on_bad=on_bad)
+    assert not Store.open(tmp_path / "store").sealed
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "hidden:all", "topk:4"])
+def test_a_sample_whose_teacher_is_not_finite_is_unusable(
+    teacher: str, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_precompute_config(target, data, tmp_path / "store", teacher=teacher)
+    write_plan(plan(config), tmp_path / "store")
+    victim = 3
+    ids, _ = Store.open(tmp_path / "store").read_tokens(victim)
+    original = Target.hidden_states
+
+    def broken(self: Target, batch: Any) -> Any:
+        *taps, last = original(self, batch)
+        is_victim = [torch.full((len(found),), np.array_equal(found, ids)) for found in batch]
+        return [*taps, last.masked_fill(torch.cat(is_victim)[:, None], torch.nan)]
+
+    monkeypatch.setattr(Target, "hidden_states", broken)
+    with pytest.raises(TargetError, match=f"sample {victim}, layer 3: NaN or Inf at token"):
+        run(config)
+    store = computed(target, data, tmp_path / "store", teacher=teacher, on_bad="skip")
+    assert {sample: item.layer for sample, item in store.rejections.items()} == {victim: 3}
+    assert verify(store.path) == []
 
 
 def test_plan_counts_codec_and_teacher(target: Path, data: Path, tmp_path: Path) -> None:
