@@ -283,6 +283,8 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         verify(tmp_path / "missing")
     with pytest.raises(StoreError, match="not a dflash store"):
         verify(tmp_path)
+    with pytest.raises(StoreError, match="not a dflash store"):  # before all files of a wrong folder are counted
+        num_bytes_to_verify(tmp_path)
 
 
 def test_findings_are_plain_json(path: Path) -> None:
@@ -381,3 +383,12 @@ def test_a_spot_check_of_everything_finds_a_flipped_bit_in_any_file(path: Path) 
         assert named(spot_check(path, 1.0).findings, name), name
         (path / name).write_bytes(content)
     assert spot_check(path, 1.0).share == 1.0
+
+
+def test_every_spot_check_finds_damage_that_makes_all_samples_unreadable(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "s", LENGTHS, codec="int8", shard_rows=SHARD_ROWS).path
+    for name in ("samples/start/c/0", "samples/length/c/0", "hidden/3/channel_scale/c/0"):
+        content = (path / name).read_bytes()
+        flip(path / name, 3)
+        assert named(spot_check(path, 1e-9).findings, name), name
+        (path / name).write_bytes(content)
