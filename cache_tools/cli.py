@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 
 _store_argument = click.argument("store", type=click.Path(path_type=Path))
 _json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+
+class _FiniteRange(click.FloatRange):
+    """Finite numbers of a range: NaN passes the comparisons of the ordinary one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,8 +52,8 @@ def info(store: Path, as_json: bool) -> None:
 @_store_argument
 @click.option(
     "--sample-rate",
-    type=click.FloatRange(min=0, min_open=True, max=1),
-    help="Read only this share of the chunks, chosen by --seed. Files, sizes, seals and indexes are all checked.",
+    type=_FiniteRange(min=0, min_open=True, max=1),
+    help="Read only this share of the chunks, chosen by --seed. All else is checked: files, sizes, seals, indexes.",
 )
 @click.option("--seed", type=int, default=0, help="Seed of the choice; another one reads other chunks.  [default: 0]")
 @_json_flag
@@ -190,7 +201,7 @@ def packs(
 
 @main.command()
 @_store_argument
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, help="How long to read.  [default: 10]")
+@click.option("--seconds", type=_FiniteRange(min=0.1), default=10.0, help="How long to read.  [default: 10]")
 @click.option(
     "--threads", type=click.IntRange(min=1), default=4, help="Threads, as --reader-threads in training.  [default: 4]"
 )
@@ -198,7 +209,7 @@ def packs(
 @click.option("--cold", is_flag=True, help="Drop the store's files from the page cache before.")
 @click.option(
     "--gpu-tokens-per-second",
-    type=click.FloatRange(min=1),
+    type=_FiniteRange(min=1),
     default=20_000,
     help="What one GPU trains. The default is arithmetic for a 27B target on an H100, not a measurement; training "
     "prints what yours does.  [default: 20000]",

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import io
 import itertools
+import math
 import sys
 import textwrap
 import types
@@ -275,9 +276,12 @@ def _scalar(name: str, value: Any, shape: _Shape, where: str) -> Any:
     if shape.scalar is int and isinstance(value, float):
         raise _wrong(name, value, shape, where)
     try:
-        return shape.scalar(value)
+        scalar = shape.scalar(value)
     except (TypeError, ValueError) as error:
         raise _wrong(name, value, shape, where) from error
+    if shape.scalar is float and math.isnan(scalar):  # passes every comparison with a limit
+        raise _wrong(name, value, shape, where)
+    return scalar
 
 
 def _wrong(name: str, value: Any, shape: _Shape, where: str) -> ConfigError:

@@ -158,3 +158,18 @@ def test_help_imports_no_heavy_library() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "exit 1" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify", "--sample-rate", "nan"),
+        ("bench", "--seconds", "nan"),
+        ("bench", "--gpu-tokens-per-second", "nan"),
+        ("bench", "--gpu-tokens-per-second", "inf", "--json"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(store: Store, command: tuple[str, ...]) -> None:
+    result = run(*command, store.path)
+    assert result.exit_code == 2, result.output
+    assert "is not a finite number" in result.stderr

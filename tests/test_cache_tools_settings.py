@@ -105,6 +105,7 @@ def test_repeated_flags_and_commas_are_the_same() -> None:
         ("a: [", ["YAML"]),
         ("layers: [x]", ["'layers'", "list of int"]),
         ("seed: -1", ["seed is negative"]),
+        ("rate: .nan", ["'rate'", "nan"]),
     ],
 )
 def test_wrong_yaml_is_a_message_with_exit_2_and_no_traceback(tmp_path: Path, text: str, words: list[str]) -> None:
