@@ -43,6 +43,8 @@ class ReadingSpeed:
     p50_ms: float
     """Milliseconds to read one sample, as one of several threads sees it."""
     p99_ms: float
+    cold: bool
+    """The files were dropped from the page cache before, as far as the kernel let go of them."""
     cached_before: float | None
     """Share of the files that the page cache held before; None when the kernel tells only their owner."""
     cached_after: float | None
@@ -109,6 +111,7 @@ def measure(
         bytes_per_token=sum(map(file_size, files)) / store.num_tokens,
         p50_ms=float(np.percentile(times, 50)),
         p99_ms=float(np.percentile(times, 99)),
+        cold=cold,
         cached_before=before,
         cached_after=after,
         whole_store=work.is_done,
@@ -134,6 +137,8 @@ def _cache_line(speed: ReadingSpeed) -> str:
     line = f"page cache  held {speed.cached_before:.0%} of the files before, {speed.cached_after:.0%} after"
     if speed.cached_before < 0.05:
         return f"{line}: this is the speed of the disk"
+    if speed.cold:
+        return f"{line}: memory answered, not only the disk; --cold cannot drop what is in use or on a disk in memory"
     return f"{line}: memory answered, not only the disk; --cold drops the files first"
 
 

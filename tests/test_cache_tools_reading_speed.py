@@ -89,18 +89,25 @@ def test_dropped_files_are_not_in_the_page_cache_and_read_ones_are(tmp_path: Pat
     assert page_cache.cached_share([]) == 0
 
 
-def speed_with(cached_before: float | None) -> ReadingSpeed:
+def speed_with(cached_before: float | None, cold: bool) -> ReadingSpeed:
     return ReadingSpeed(
         seconds=2.0, samples=4, tokens=100_000, bytes_per_token=20_000, p50_ms=1, p99_ms=2,
-        cached_before=cached_before, cached_after=1.0, whole_store=False, gpu_tokens_per_s=20_000,
+        cold=cold, cached_before=cached_before, cached_after=1.0, whole_store=False, gpu_tokens_per_s=20_000,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("cached_before", "words"), [(0.0, "speed of the disk"), (0.9, "--cold"), (None, "somebody else")]
+    ("cached_before", "cold", "words"),
+    [
+        (0.0, False, "speed of the disk"),
+        (0.0, True, "speed of the disk"),
+        (0.9, False, "--cold drops"),
+        (0.9, True, "--cold cannot drop"),
+        (None, True, "somebody else"),
+    ],
 )
-def test_the_report_never_passes_memory_off_as_the_disk(cached_before: float | None, words: str) -> None:
-    lines = report_lines(speed_with(cached_before))
+def test_the_report_never_passes_memory_off_as_the_disk(cached_before: float | None, cold: bool, words: str) -> None:
+    lines = report_lines(speed_with(cached_before, cold))
     assert words in lines[-1]
     assert "50.0 Ktok/s, 1.00 GB/s" in lines[1]
     assert "feeds       2.5 GPUs" in lines[3]
