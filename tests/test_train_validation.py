@@ -61,6 +61,22 @@ def test_it_comes_with_checkpoints_and_leaves_training_as_it_was(store_path: Pat
     assert all(torch.equal(tensor, weights(without.out)[name]) for name, tensor in weights(config.out).items())
 
 
+def test_a_new_run_in_the_folder_of_one_without_checkpoint_does_not_keep_its_best(
+    store_path: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"validate_every": 1, "checkpoint_every": 100, "steps": 4}
+
+    def killer(line: str) -> None:
+        if "validation at step 3" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(validated(store_path, tmp_path, **changes), say=killer)
+    assert checkpoints.best(tmp_path) is not None and checkpoints.latest(tmp_path) is None
+    run(validated(store_path, tmp_path, **changes | {"validate_every": 0, "seed": 5}))
+    assert checkpoints.best(tmp_path) is None
+
+
 def test_resuming_repeats_validation_and_the_best_checkpoint_bit_for_bit(store_path: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"validate_every": 2, "checkpoint_every": 3, "steps": 12}
     whole = validated(store_path, tmp_path / "whole", **changes)
