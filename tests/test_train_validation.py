@@ -165,6 +165,22 @@ def test_the_loss_is_the_weighted_mean_over_all_blocks_of_the_held_out_samples(
     assert metrics["loss"] == pytest.approx(numerator / denominator, rel=1e-5)
 
 
+def test_of_a_run_that_averages_its_weights_the_average_is_judged(store_path: Path, tmp_path: Path) -> None:
+    config = validated(store_path, tmp_path / "run", ema_decay=0.9, steps=6, checkpoint_every=6)
+    run(config)
+    [(_, logged)] = curve(config.out)
+    newest = checkpoints.latest(config.out)
+    assert newest is not None
+    saved = checkpoints.load(newest)
+    state = prepare(replace(config, out=tmp_path / "other", ema_decay=0.0), lambda _: None)
+    judge = Validation(state, lambda _: None)
+    losses_of = []
+    for weights_of in (saved.average, saved.weights):
+        state.drafter.load_state_dict(weights_of)
+        losses_of.append(judge._measure()["loss"])
+    assert logged["loss"] == losses_of[0] != losses_of[1]
+
+
 def small_packs() -> None:
     patch("train.held_out.PACK_TOKENS", 60).start()
 
