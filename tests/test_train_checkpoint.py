@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_half_written_folder_is_never_the_latest(tmp_path: Path) -> None:
     latest = checkpoints.latest(tmp_path)
     assert latest is not None
     assert latest.name == "step-000000001"
+
+
+def test_a_checkpoint_without_checksums_is_damaged(tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path, example(1), keep=2) / "trainer.json"
+    plain = json.loads(path.read_text())
+    del plain["crc32c"]
+    path.write_text(json.dumps(plain))
+    with pytest.raises(CheckpointError, match="crc32c"):
+        checkpoints.load(path.parent)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "trainer.json"])

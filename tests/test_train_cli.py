@@ -94,6 +94,10 @@ def test_the_written_config_starts_the_same_run(store: Path, tmp_path: Path) -> 
         ({"epochs": 0}, "epochs"),
         ({"epochs": "nan"}, "epochs"),
         ({"layer_ids": "1,1"}, "distinct"),
+        ({"lr": "inf"}, "lr must be a finite number"),
+        ({"noise_start": "nan"}, "noise_start must be a finite number"),
+        ({"beta1": 1}, "beta1 must be at least 0 and less than 1"),
+        ({"sliding_window": 8}, "sliding_window has no effect without sliding layers"),
     ],
 )
 def test_settings_that_cannot_work_are_named(store: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -151,6 +155,15 @@ def test_a_store_with_other_layers_does_not_continue_a_run(store: Path, tmp_path
     refused(arguments(tmp_path / "other.zarr", tmp_path / "run"), r"\[1, 3\] -> \[2, 4\]", exit_code=1)
 
 
+@pytest.mark.parametrize("changes", [{"codec": "int8"}, {"teacher": "topk:4"}])
+def test_a_store_with_other_states_or_another_teacher_does_not_continue_a_run(
+    store: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    call(arguments(store, tmp_path / "run"))
+    make_store(tmp_path / "other.zarr", LENGTHS, **changes)
+    refused(arguments(tmp_path / "other.zarr", tmp_path / "run"), "got: what the store holds: ", exit_code=1)
+
+
 def flip_byte(path: Path, position: float) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[int(len(damaged) * position)] ^= 64
@@ -204,7 +217,7 @@ def test_a_folder_that_cannot_be_written_is_a_message(store: Path, tmp_path: Pat
     (tmp_path / "file").write_text("not a folder")
     given = arguments(store, tmp_path / "file" / "run")
     result = call(given, exit_code=1)
-    assert "could not be written" in result.stderr and "config.yaml" in result.stderr
+    assert "could not be written" in result.stderr and str(tmp_path / "file" / "run") in result.stderr
 
 
 @pytest.mark.parametrize("function", ["save_file", "torch.save"])
@@ -234,6 +247,7 @@ def test_a_second_process_in_the_same_folder_is_refused(
     (tmp_path / "run").mkdir()
     with run_lock(tmp_path / "run"):
         refused(arguments(store, tmp_path / "run"), "another process is training in this folder", exit_code=1)
+        assert not (tmp_path / "run" / "config.yaml").exists(), "it belongs to the run that holds the lock"
     call(arguments(store, tmp_path / "run"))
 
 

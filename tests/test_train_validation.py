@@ -61,6 +61,22 @@ def test_it_comes_with_checkpoints_and_leaves_training_as_it_was(store_path: Pat
     assert all(torch.equal(tensor, weights(without.out)[name]) for name, tensor in weights(config.out).items())
 
 
+def test_a_new_run_in_the_folder_of_one_without_checkpoint_does_not_keep_its_best(
+    store_path: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"validate_every": 1, "checkpoint_every": 100, "steps": 4}
+
+    def killer(line: str) -> None:
+        if "validation at step 3" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(validated(store_path, tmp_path, **changes), say=killer)
+    assert checkpoints.best(tmp_path) is not None and checkpoints.latest(tmp_path) is None
+    run(validated(store_path, tmp_path, **changes | {"validate_every": 0, "seed": 5}))
+    assert checkpoints.best(tmp_path) is None
+
+
 def test_resuming_repeats_validation_and_the_best_checkpoint_bit_for_bit(store_path: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"validate_every": 2, "checkpoint_every": 3, "steps": 12}
     whole = validated(store_path, tmp_path / "whole", **changes)
@@ -147,6 +163,22 @@ def test_the_loss_is_the_weighted_mean_over_all_blocks_of_the_held_out_samples(
                 nll = torch.nn.functional.cross_entropy(logits, targets.labels[0], reduction="none")
                 numerator, denominator = numerator + float((nll * weight).sum()), denominator + float(weight.sum())
     assert metrics["loss"] == pytest.approx(numerator / denominator, rel=1e-5)
+
+
+def test_of_a_run_that_averages_its_weights_the_average_is_judged(store_path: Path, tmp_path: Path) -> None:
+    config = validated(store_path, tmp_path / "run", ema_decay=0.9, steps=6, checkpoint_every=6)
+    run(config)
+    [(_, logged)] = curve(config.out)
+    newest = checkpoints.latest(config.out)
+    assert newest is not None
+    saved = checkpoints.load(newest)
+    state = prepare(replace(config, out=tmp_path / "other", ema_decay=0.0), lambda _: None)
+    judge = Validation(state, lambda _: None)
+    losses_of = []
+    for weights_of in (saved.average, saved.weights):
+        state.drafter.load_state_dict(weights_of)
+        losses_of.append(judge._measure()["loss"])
+    assert logged["loss"] == losses_of[0] != losses_of[1]
 
 
 def small_packs() -> None:

@@ -92,6 +92,13 @@ def save_best(run: Path, checkpoint: Checkpoint) -> Path:
     return final
 
 
+def discard_best(run: Path) -> None:
+    """Removes the best checkpoint, if there is one. Raises CheckpointError when the disk does not let it."""
+    for path in (run / "checkpoints").glob("best-*"):
+        with writing(path):
+            _discard(path)
+
+
 def _save(final: Path, checkpoint: Checkpoint) -> None:
     folder = final.parent
     temporary = folder / f".tmp-{os.getpid()}-{final.name}"
@@ -146,14 +153,14 @@ def read_plain(path: Path) -> dict[str, Any]:
     """All of a checkpoint but its tensors, by the names of `Checkpoint`. Raises CheckpointError."""
     with _reading(path):
         plain: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        return {"validation": {}, **plain}
+        return plain
 
 
 def load(path: Path, *, map_location: str | torch.device = "cpu", with_optimizer: bool = True) -> Checkpoint:
     """Reads a checkpoint. Raises CheckpointError naming the file that is missing or damaged."""
     with _reading(path):
         plain = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        for name, expected in plain.pop("crc32c", {}).items():
+        for name, expected in plain.pop("crc32c").items():
             if (with_optimizer or name != _OPTIMIZER) and _crc32c(path / name) != expected:
                 raise ValueError(f"the checksum of {name} is wrong")
         tensors = load_file(path / _WEIGHTS, device=str(map_location))

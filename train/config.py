@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -130,6 +131,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{field.name} must be a finite number", got=value)
         _at_least("block_size", self.block_size, 2)
         for name in ("token_budget", "packs_per_step", "anchors_per_step", "reader_threads", "prefetch_mb"):
             _at_least(name, getattr(self, name), 1)
@@ -160,16 +165,23 @@ class TrainConfig:
         for name in ("lr", "clip_norm", "epochs", "gamma"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive", got=getattr(self, name))
-        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2", "validation_share", "kl_weight"):
+        for name in ("warmup_ratio", "min_lr_ratio", "validation_share", "kl_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must lie between 0 and 1", got=getattr(self, name))
-        if not 0 <= self.ema_decay < 1:
-            raise ConfigError("ema_decay must be at least 0 and less than 1", got=self.ema_decay)
+        for name in ("beta1", "beta2", "ema_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 0 and less than 1", got=getattr(self, name))
         if self.gamma is not None and self.slot_weights != "decay":
             raise ConfigError(
                 "gamma has no effect without decaying slot weights",
                 got=f"--gamma {self.gamma} --slot-weights {self.slot_weights}",
                 fix="use --slot-weights decay, or leave --gamma out",
+            )
+        if self.sliding_window != TrainConfig.sliding_window and not self.num_sliding_layers:
+            raise ConfigError(
+                "sliding_window has no effect without sliding layers",
+                got=f"--sliding-window {self.sliding_window}",
+                fix="give --num-sliding-layers, or leave --sliding-window out",
             )
         if self.init_target is not None and self.init_drafter is not None:
             raise ConfigError("init_target and init_drafter exclude each other", fix="give only one of them")

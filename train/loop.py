@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import yaml
 
 from cache_tools.errors import StoreError
 from train import checkpoint as checkpoints
@@ -21,7 +22,7 @@ from train.loader import Loader, Pack, StepBatch
 from train.metrics import Console, LoaderLoad, MetricsFile, StepMetrics
 from train.objective import BlockSums, block_loss
 from train.ranks import join
-from train.run_files import run_lock
+from train.run_files import run_lock, write_text
 from train.schedule import cosine, learning_rate
 from train.shared_context import SharedContext, block_slices, blocks_per_slice
 from train.state import TrainingState, prepare
@@ -45,6 +46,8 @@ def train(config: TrainConfig, *, say: Callable[[str], None]) -> None:
 
 def _run(state: TrainingState, say: Callable[[str], None]) -> None:
     config, ranks = state.config, state.ranks
+    if ranks.is_first:
+        _begin_folder(state)
     validation = Validation(state, say)
     _save_if_due(state)
     metrics_file = MetricsFile(config.out / "metrics.jsonl", last_step=state.step) if ranks.is_first else None
@@ -102,6 +105,16 @@ def _run(state: TrainingState, say: Callable[[str], None]) -> None:
             _save_if_due(state)
             if state.step == state.total_steps:
                 break
+
+
+def _begin_folder(state: TrainingState) -> None:
+    """Writes config.yaml. A run that starts anew drops the best checkpoint of an earlier one that was stopped before
+    its first checkpoint: settings may differ, and nothing compares them.
+    """
+    settings = {name: value for name, value in state.config_plain.items() if name != "store_fingerprint"}
+    write_text(state.config.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    if state.saved_step is None:
+        checkpoints.discard_best(state.config.out)
 
 
 def train_step(state: TrainingState, batch: StepBatch, *, lr: float, noise: float) -> tuple[BlockSums, float]:

@@ -19,7 +19,8 @@ def refuse_changes(previous: Checkpoint, now: dict[str, Any]) -> None:
     before = json.loads(json.dumps(previous.config))
     current = json.loads(json.dumps(now))
     changed = [
-        f"{flag_name(name)}: {before.get(name)!r} -> {value!r}"
+        f"{'what the store holds' if name == 'store_fingerprint' else flag_name(name)}: "
+        f"{before.get(name)!r} -> {value!r}"
         for name, value in current.items()
         if name not in RESUMABLE_CHANGES and before.get(name) != value
     ]

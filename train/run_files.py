@@ -29,12 +29,14 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Holds the lock of a run's folder, which the kernel releases when the process ends, however it ends.
+    """Holds the lock of a run's folder, which the kernel releases when the process ends, however it ends. Makes the
+    folder if there is none.
 
     Raises CheckpointError when another process trains there.
     """
     path = run / ".lock"
-    with writing(path):
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         busy = CheckpointError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,7 +32,6 @@ from train.objective import OutputHead
 from train.optimizers import Optimizers, WeightAverage
 from train.ranks import Ranks
 from train.refusals import refuse_changes, refuse_different_ranks, refuse_other_shape
-from train.run_files import write_text
 from train.selection import supervised_tokens, training_samples
 from train.target_parts import FinalNorm, TargetParts, reserved_tokens
 from train.teacher import BlockTeacher, block_teacher, require_teacher
@@ -190,8 +188,6 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
         optimizer.load_state_dict(previous.optimizer)
         if average is not None:
             average.load_state_dict(previous.average)
-    if ranks.is_first:
-        _write_config(config, config_plain)
 
     return TrainingState(
         config=config,
@@ -220,9 +216,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None
 
 
 def store_fingerprint(store: Store) -> str:
-    """Changes when the store holds other states or samples: resumption must not mix two stores."""
-    target = store.manifest.target
-    return f"{target.weights_sha256}:{store.manifest.layout.num_rows}:{store.num_samples}:{store.num_tokens}"
+    """Changes when the store holds other states, samples or teachers: resumption must not mix two stores.
+
+    Of which layers it holds a run cares only about those that it taps, which are compared by number.
+    """
+    manifest = store.manifest
+    return f"{manifest.target.weights_sha256}:{dataclasses.replace(manifest, layer_ids=()).plan_checksum()}"
 
 
 def target_config(store: Store) -> dict[str, Any]:
@@ -336,8 +335,3 @@ def _describe(config: TrainConfig, store: Store, drafter: DFlashDrafter, layers:
         f"{store.num_samples:,} samples, {store.num_tokens:,} tokens; drafter: {drafter.config.num_hidden_layers} "
         f"layers, {parameters / 1e6:.1f} M parameters, block {config.block_size}, taps {list(layers)}; {steps} steps"
     )
-
-
-def _write_config(config: TrainConfig, plain: dict[str, Any]) -> None:
-    settings = {name: value for name, value in plain.items() if name != "store_fingerprint"}
-    write_text(config.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False))

@@ -45,7 +45,7 @@ def summarize(run: Path) -> dict[str, Any]:
 
 def _best_validation(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The first with the highest acceptance length, as the best checkpoint is."""
-    asked = [{"step": line["step"], **line["validation"]} for line in lines if line.get("validation")]
+    asked = [{"step": line["step"], **line["validation"]} for line in lines if line["validation"]]
     return max(asked, key=lambda found: found["acceptance_length"] or 0.0, default=None)
 
 

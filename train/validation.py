@@ -52,7 +52,7 @@ class Validation:
         self._groups = group_samples(store, chosen)
         self._anchor_rate = min(1.0, config.anchors_per_step / supervised)
         self._head = OutputHead(_whole_head(state))
-        best = checkpoints.best(config.out)
+        best = checkpoints.best(config.out) if state.saved_step is not None else None  # else of an earlier run
         if best is not None:
             self._best = checkpoints.acceptance_length_of(checkpoints.read_plain(best))
 
