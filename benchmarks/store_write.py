@@ -3,6 +3,7 @@
 `python benchmarks/store_write.py --folder /disk --json store_write.json`. Each round writes one shard through the
 store's writer, then the bytes of its files as plain files, one after the other on the same threads; both end when
 everything is on disk. The table shows medians over the rounds. GB/s count bytes in files, Mtok/s tokens of five layers.
+Codes of quantised codecs come ready-made, as from the device that runs the target (codec_speed.py times their making).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from cache_tools.codecs import float32_to_bf16_bits
 from cache_tools.files import publish, temporary_path
+from cache_tools.quantise import QUANTISED, ChannelCalibration, encode
 from cache_tools.reader import Store
 from cache_tools.synthetic import make_store
 from cache_tools.writer import ShardWriter
@@ -55,14 +57,31 @@ def make_states(num_rows: int, hidden_size: int) -> NDArray[np.uint16]:
     return float32_to_bf16_bits(rng.standard_normal((num_rows, hidden_size), dtype=np.float32) * channels)
 
 
-def write_shard(store: Store, states: NDArray[np.uint16], pool: ThreadPoolExecutor) -> int:
+def make_codes(codec: str, states: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
+    """The arrays of a quantised codec for all rows of the states; none for a lossless one."""
+    if codec not in QUANTISED:
+        return {}
+    calibration = ChannelCalibration()
+    calibration.add(states)
+    return encode(codec, states, calibration.scale())
+
+
+def write_shard(
+    store: Store, states: NDArray[np.uint16], codes: dict[str, NDArray[Any]], pool: ThreadPoolExecutor
+) -> int:
     """Writes and seals the only shard; returns its tokens."""
     tokens = 0
     with ShardWriter(store.path, store.manifest, 0, store.samples, pool) as writer:
         for sample in writer.samples:
             length = int(store.samples.length[sample])
             first = sample * 64 % (len(states) - length)
-            writer.append(sample, dict.fromkeys(store.layer_ids, states[first : first + length]))
+            rows = slice(first, first + length)
+            encoded = {name: part[rows] for name, part in codes.items()}
+            writer.append(
+                sample,
+                dict.fromkeys(store.layer_ids, states[rows]),
+                encoded=dict.fromkeys(store.layer_ids, encoded) if codes else None,
+            )
             tokens += length
         writer.seal()
     return tokens
@@ -89,6 +108,7 @@ def write_plain(contents: list[bytes], folder: Path, pool: ThreadPoolExecutor) -
 def measure(codec: Any, folder: Path, args: argparse.Namespace) -> Result:
     """Writes both ways in turn."""
     states = make_states(4096, args.hidden_size)
+    codes = make_codes(codec, states)
     count = max(args.megabytes * 10**6 // (sum(SAMPLE_TOKENS) * args.hidden_size * 2 * len(LAYERS)), 1)
     lengths = list(SAMPLE_TOKENS) * count
     rows = sum(-(-length // CHUNK_ROWS) * CHUNK_ROWS for length in lengths)
@@ -104,7 +124,7 @@ def measure(codec: Any, folder: Path, args: argparse.Namespace) -> Result:
             )  # fmt: skip
             os.sync()
             started = clocks()
-            tokens = write_shard(store, states, pool)
+            tokens = write_shard(store, states, codes, pool)
             ours.append(since(started))
             contents = [path.read_bytes() for path in shard_files(store)]
             num_bytes = sum(map(len, contents))
