@@ -285,7 +285,8 @@ def _scalar(name: str, value: Any, shape: _Shape, where: str) -> Any:
 
 
 def _wrong(name: str, value: Any, shape: _Shape, where: str) -> ConfigError:
-    kind = " | ".join(shape.choices) if shape.choices else shape.scalar.__name__
+    scalar = "a finite number" if shape.scalar is float else shape.scalar.__name__
+    kind = " | ".join(shape.choices) if shape.choices else scalar
     return ConfigError(
         f"setting {name!r} has a wrong value",
         where=where,
