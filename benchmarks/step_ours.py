@@ -40,6 +40,7 @@ def prepare(problem: Problem, tensors: Tensors) -> Callable[[int], float]:
         gamma=problem.gamma,
         anchors_per_step=problem.num_blocks,
         clip_norm=problem.clip_norm,
+        beta2=0.999,  # what the others leave it at
         lr=problem.lr,
         precision="bf16" if problem.precision == "bf16" else "fp32",
     )

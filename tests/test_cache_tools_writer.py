@@ -26,6 +26,7 @@ from cache_tools.arrays import ArraySpec
 from cache_tools.codecs import bf16_to_float32, content_id
 from cache_tools.errors import DataError, StoreError
 from cache_tools.integrity import verify
+from cache_tools.layer_statistics import STATISTICS_STRIDE
 from cache_tools.layout import plan_layout
 from cache_tools.manifest import Manifest
 from cache_tools.reader import Store
@@ -98,7 +99,7 @@ def test_seal_counts_and_statistics_are_those_of_the_shard(tmp_path: Path) -> No
     kept = [sample for sample in samples if sample != 1]
     assert seal["tokens"] == sum(int(store.samples.length[sample]) for sample in kept)
     for i, layer in enumerate(store.layer_ids):
-        states = [sample_states(int(store.samples.length[s]), 16, 2, 0, s)[1:, i] for s in kept]
+        states = [sample_states(int(store.samples.length[s]), 16, 2, 0, s)[1::STATISTICS_STRIDE, i] for s in kept]
         values = bf16_to_float32(np.concatenate(states)).astype(np.float64)
         assert seal["layers"][str(layer)]["rms"] == pytest.approx(float(np.sqrt((values**2).mean())), rel=1e-5)
         assert seal["layers"][str(layer)]["abs_max"] == np.abs(values).max()
