@@ -220,7 +220,7 @@ def usable_samples(store: Store) -> NDArray[np.int64]:
     """Samples with hidden states."""
     shard = store.samples.start // store.manifest.layout.shard_rows
     sealed = np.isin(shard, np.fromiter(store.sealed, np.int64))
-    return np.setdiff1d(np.flatnonzero(sealed), np.fromiter(store.rejected, np.int64))
+    return store.without_rejected(np.flatnonzero(sealed))
 
 
 def choose_samples(

@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 from cache_tools.files import Json
 
 CRC_BYTES = 4
+BF16_MAGNITUDE = np.uint16(0x7FFF)
+"""Mask of a bfloat16 bit pattern without its sign; magnitudes compare like the numbers they stand for."""
+BF16_INFINITY = np.uint16(0x7F80)
+"""The magnitude of infinity; larger ones are NaN."""
 # The automatic block size of Blosc splits chunks of hidden states so finely that a third of the gain is lost.
 _BLOCK_BYTES = 524288
 _LEVEL = 1

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import METADATA, ArraySpec
-from cache_tools.codecs import ChunkError
+from cache_tools.codecs import BF16_INFINITY, BF16_MAGNITUDE, ChunkError
 from cache_tools.errors import CorruptError, StoreError
 from cache_tools.files import TEMPORARY_NAME, Json, file_size, object_checksum, reading
 from cache_tools.locating import Locator, SampleRun
@@ -42,8 +42,6 @@ Kind = Literal["missing", "truncated", "corrupt", "wrong seal", "unsealed", "tem
 _READ_BYTES = 4 * 2**20
 _CHOICE_KEY = 0x73706F74  # separates the choice of chunks from every other use of the same seed
 _CHECKED_ROWS = 64  # copies of more rows would leave the processor's cache
-_BF16_INFINITY = np.uint16(0x7F80)
-_BF16_MAGNITUDE = np.uint16(0x7FFF)
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,10 @@ def find_bad_layer(hidden: NDArray[np.uint16]) -> str | None:
     """
     largest = np.uint16(0)
     for first in range(0, len(hidden), _CHECKED_ROWS):
-        magnitude = hidden[first : first + _CHECKED_ROWS] & _BF16_MAGNITUDE
+        magnitude = hidden[first : first + _CHECKED_ROWS] & BF16_MAGNITUDE
         largest = max(largest, magnitude.max())
-        if largest >= _BF16_INFINITY:
-            return f"NaN or Inf at token {first + int((magnitude >= _BF16_INFINITY).any(axis=1).argmax())}"
+        if largest >= BF16_INFINITY:
+            return f"NaN or Inf at token {first + int((magnitude >= BF16_INFINITY).any(axis=1).argmax())}"
     if largest == 0:
         return "all zero"
     if len(hidden) > 1 and (hidden[1] == hidden[0]).all() and (hidden == hidden[0]).all():

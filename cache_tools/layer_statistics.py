@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_tools.codecs import bf16_to_float32
+from cache_tools.codecs import BF16_MAGNITUDE, bf16_to_float32
 from cache_tools.files import Json
 
 STATISTICS_STRIDE = 8
 """One of so many rows of a sample is measured."""
 _ROWS = 64  # float32 copies of more rows would leave the processor's cache
 _SQUARABLE = 1e15  # the sum of thousands of squares of this still fits float32
-_MAGNITUDE = np.uint16(0x7FFF)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def measure(bits: NDArray[np.uint16]) -> LayerSize:
     total, largest = 0.0, 0
     for first in range(0, len(bits), _ROWS):
         block = bits[first : first + _ROWS]
-        block_max = int((block & _MAGNITUDE).max())
+        block_max = int((block & BF16_MAGNITUDE).max())
         values = bf16_to_float32(block)
         is_large = float(_value(block_max)) > _SQUARABLE
         sums = np.einsum("ij,ij->i", values, values, dtype="f8" if is_large else "f4")

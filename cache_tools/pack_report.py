@@ -37,8 +37,7 @@ class Comparison:
 def store_lengths(path: Path) -> Ints:
     """Tokens of each sample of a store that training would use, [n]. Raises StoreError, CorruptError."""
     store = Store.open(path)
-    used = np.setdiff1d(np.arange(store.num_samples), sorted(store.rejected))
-    lengths: Ints = store.samples.length[used].astype(np.int64)
+    lengths: Ints = store.samples.length[store.without_rejected()].astype(np.int64)
     return lengths
 
 

@@ -145,6 +145,11 @@ class Store:
         """Samples of sealed shards that have no hidden states."""
         return frozenset(self.rejections)
 
+    def without_rejected(self, samples: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Those of `samples`, all of the store by default, that were not rejected; in the same order."""
+        wanted = np.arange(self.num_samples) if samples is None else samples
+        return wanted[~np.isin(wanted, np.fromiter(self.rejected, np.int64))]
+
     @property
     def complete(self) -> bool:
         """Every shard, the target's weights and the scales of quantised states are there."""

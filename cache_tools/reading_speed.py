@@ -221,7 +221,7 @@ class _SampleReader:
 
 def _order(store: Store, token_budget: int, seed: int) -> Iterator[int]:
     """Samples of one epoch, pack after pack."""
-    readable = np.flatnonzero(~np.isin(np.arange(store.num_samples), np.fromiter(store.rejected, np.int64)))
+    readable = store.without_rejected()
     if len(readable) == 0:
         raise StoreError("every sample of the store was rejected", where=store.path)
     plan = plan_for(

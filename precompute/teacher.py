@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cache_tools.codecs import BF16_INFINITY, BF16_MAGNITUDE
 from cache_tools.manifest import Manifest
 from cache_tools.reader import Store
 from cache_tools.teacher import Teacher
 from precompute.target import Target
-
-_BF16_INFINITY = np.uint16(0x7F80)
-_BF16_MAGNITUDE = np.uint16(0x7FFF)
 
 
 def kept_layers(manifest: Manifest) -> tuple[int, ...]:
@@ -29,16 +27,16 @@ def kept_layers(manifest: Manifest) -> tuple[int, ...]:
     return manifest.layer_ids if not has_teacher or last in manifest.layer_ids else (*manifest.layer_ids, last)
 
 
-def teacher_rows(store: Store, target: Target, samples: range, last: Tensor) -> list[Tensor]:
+def teacher_rows(store: Store, target: Target, loss_masks: Sequence[NDArray[np.bool_]], last: Tensor) -> list[Tensor]:
     """The teacher's arrays [N, ...] of a batch in the order of `teacher_arrays`, zeros in rows that are not kept.
 
-    `last` [N, hidden_size]: output of the target's last layer for all tokens of `samples`, one after the other.
+    `loss_masks`: [length] of each sample. `last` [N, hidden_size]: output of the target's last layer for all their
+    tokens, one after the other.
     """
     teacher = Teacher.parse(store.manifest.teacher)
     if teacher.kind == "none":
         return []
-    masks = [teacher.rows(store.read_tokens(sample)[1]) for sample in samples]
-    kept = torch.from_numpy(np.concatenate(masks)).to(last.device)
+    kept = torch.from_numpy(np.concatenate([teacher.rows(mask) for mask in loss_masks])).to(last.device)
     if teacher.kind == "hidden":
         return [last.masked_fill(~kept[:, None], 0)]
     ids = last.new_zeros((len(last), teacher.k), dtype=torch.int32)
@@ -50,7 +48,7 @@ def teacher_rows(store: Store, target: Target, samples: range, last: Tensor) -> 
 def find_bad_teacher(arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """Why the arrays [length, ...] of a sample's teacher, by name, are unusable; None if they are fine."""
     if "bits" in arrays:
-        bad = (arrays["bits"] & _BF16_MAGNITUDE) >= _BF16_INFINITY
+        bad = (arrays["bits"] & BF16_MAGNITUDE) >= BF16_INFINITY
     elif "topk_logprobs" in arrays:
         bad = ~np.isfinite(arrays["topk_logprobs"])
     else:

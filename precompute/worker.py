@@ -117,9 +117,11 @@ def _compute(
 
     with ShardSink(store, on_bad=job.on_bad, num_threads=job.num_threads, done=done) as sink:
         for shard, samples in batches:
-            kept = target.hidden_states(token_ids(store, samples))
+            tokens = [store.read_tokens(sample) for sample in samples]
+            kept = target.hidden_states([ids for ids, _ in tokens])
             taps = kept[: len(store.layer_ids)]
-            arrays = taps + encoded_layers(store, taps) + teacher_rows(store, target, samples, kept[-1])
+            teacher = teacher_rows(store, target, [mask for _, mask in tokens], kept[-1])
+            arrays = taps + encoded_layers(store, taps) + teacher
             before = time.monotonic()
             sink.put(FinishedBatch(shard, samples, copier.start(arrays)))
             waited += time.monotonic() - before

@@ -142,4 +142,4 @@ def _usable(store: Store, samples: NDArray[np.int64] | None) -> NDArray[np.int64
             got=f"samples {wanted[0]} to {wanted[-1]}",
             expected=f"0 to {store.num_samples - 1}",
         )
-    return wanted[~np.isin(wanted, np.fromiter(store.rejected, np.int64))]
+    return store.without_rejected(wanted)

@@ -28,7 +28,7 @@ def training_samples(config: TrainConfig, store: Store) -> NDArray[np.int64]:
     weights = parse_weights(config.source_weights, [source.name for source in store.manifest.data.sources])
     if len(store.rejected) == store.num_samples:
         return np.empty(0, dtype=np.int64)
-    chosen = _without_rejected(store, chosen)
+    chosen = store.without_rejected(chosen)
     if not len(chosen):
         raise ConfigError(
             "every sample is for validation",
@@ -62,7 +62,7 @@ def supervised_tokens(store: Store, samples: NDArray[np.int64], *, num_tokens: i
 
 def validation_samples(store: Store, validation_share: float) -> NDArray[np.int64]:
     """Ascending numbers of the samples with hidden states that runs with this --validation-share do not train on."""
-    return _without_rejected(store, _split(store, validation_share)[1])
+    return store.without_rejected(_split(store, validation_share)[1])
 
 
 def some_of(samples: NDArray[np.int64], limit: int | None) -> NDArray[np.int64]:
@@ -75,7 +75,3 @@ def some_of(samples: NDArray[np.int64], limit: int | None) -> NDArray[np.int64]:
 def _split(store: Store, validation_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     share = Fraction(str(validation_share))
     return split_samples(store.samples.content_id, validation_share=share, seed=_SPLIT_SEED)
-
-
-def _without_rejected(store: Store, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    return samples[~np.isin(samples, np.fromiter(store.rejected, np.int64))]

@@ -131,7 +131,7 @@ class _Chosen:
 
 def _choose(config: EvalConfig, store: Store) -> _Chosen:
     """The samples to walk: those given, else those that the run held out, else all that have hidden states."""
-    every = np.asarray(sorted(set(range(store.num_samples)) - store.rejected), dtype=np.int64)
+    every = store.without_rejected()
     trained_here, apart = False, np.empty(0, dtype=np.int64)
     if not is_exported(config.drafter):
         settings = checkpoints.read_plain(checkpoint_of(config.drafter, config.checkpoint))["config"]
