@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="the demo's target")
     parser.add_argument("--out", type=Path, required=True, help="folder for stores, runs and results.json")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=CODECS, help="bf16 is always among them")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one training per codec and seed")
     parser.add_argument("--steps", type=int, default=2800, help="steps of each training; the demo's number")
     parser.add_argument("--limit", type=int, default=2000, help="conversations to train on; the demo's number")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each part")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings and evaluations side by side")
     arguments = parser.parse_args()
+    codecs = [codec for codec in CODECS if codec == "bf16" or codec in arguments.codecs]
     held_out = store(arguments, "bf16", "heldout")
-    results = []
-    for seed in arguments.seeds:
-        for codec in CODECS:
-            results.append(measure(arguments, codec, seed, held_out))
-            (arguments.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    stores = {codec: store(arguments, codec, "train") for codec in codecs}
+    wanted = [(codec, seed) for seed in arguments.seeds for codec in codecs]
+    with ThreadPoolExecutor(arguments.jobs) as jobs:
+        results = list(jobs.map(lambda one: measure(arguments, *one, stores[one[0]], held_out), wanted))
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print("\n".join(table(results)))
 
 
@@ -53,12 +57,12 @@ def store(arguments: argparse.Namespace, codec: str, part: str) -> Path:
     return path
 
 
-def measure(arguments: argparse.Namespace, codec: str, seed: int, held_out: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, codec: str, seed: int, stored: Path, held_out: Path) -> dict[str, Any]:
     """Trains and evaluates with one codec and one seed; all other settings are the demo's."""
     run = arguments.out / f"{codec}-{seed}"
     report = run / "eval.json"
     train = ["dflash-train", "run", "--config", EXAMPLE / "short" / "train.yaml"]
-    train += ["--store", store(arguments, codec, "train"), "--init-target", arguments.target, "--out", run]
+    train += ["--store", stored, "--init-target", arguments.target, "--out", run]
     train += ["--seed", seed, "--steps", arguments.steps, "--threads", arguments.threads]
     call(train)
     if not report.exists():
@@ -82,7 +86,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     ]
     by_run = {(one["codec"], one["seed"]): one for one in results}
     seeds = sorted({one["seed"] for one in results})
-    for codec in CODECS:
+    for codec in dict.fromkeys(one["codec"] for one in results):
         mine = [by_run[codec, seed] for seed in seeds]
         cells = [codec, f"{np.mean([one['training_loss'] for one in mine]):.3f}"]
         for name in MEASURES:
