@@ -64,8 +64,8 @@ def measure(arguments: argparse.Namespace, codec: str, seed: int, stored: Path, 
     train = ["dflash-train", "run", "--config", EXAMPLE / "short" / "train.yaml"]
     train += ["--store", stored, "--init-target", arguments.target, "--out", run]
     train += ["--seed", seed, "--steps", arguments.steps, "--threads", arguments.threads]
-    call(train)
     if not report.exists():
+        call(train)
         evaluate = ["dflash-train", "eval", "--store", held_out, "--drafter", run, "--threads", arguments.threads]
         report.write_text(call([*evaluate, "--json"]), encoding="utf-8")
     found = json.loads(report.read_text(encoding="utf-8"))
