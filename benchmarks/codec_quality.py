@@ -42,7 +42,8 @@ def main() -> None:
     stores = {codec: store(arguments, codec, "train") for codec in codecs}
     wanted = [(codec, seed) for seed in arguments.seeds for codec in codecs]
     with ThreadPoolExecutor(arguments.jobs) as jobs:
-        results = list(jobs.map(lambda one: measure(arguments, *one, stores[one[0]], held_out), wanted))
+        parts = [jobs.submit(measure, arguments, codec, seed, stores[codec], held_out) for codec, seed in wanted]
+        results = [part.result() for part in parts]
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print("\n".join(table(results)))
 

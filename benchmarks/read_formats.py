@@ -29,7 +29,7 @@ LAYER_IDS = (1, 16, 31, 46, 61)
 HIDDEN_SIZE = 5120
 BYTES_PER_TOKEN = len(LAYER_IDS) * HIDDEN_SIZE * 2
 
-ReadSample = Callable[[int], object]
+ReadSample = Callable[[int, int | None], object]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def by_memory_map(path: Path, data: Data) -> ReadSample:
     """The limit: a copy out of a memory map of the raw file."""
     rows, starts, out = data.map(), data.starts.tolist(), data.buffer()
 
-    def read(sample: int) -> object:
+    def read(sample: int, _later: int | None) -> object:
         first, end = starts[sample], starts[sample + 1]
         out[: end - first] = rows[first:end]
         return out
@@ -174,7 +174,7 @@ def by_pread(path: Path, data: Data) -> ReadSample:
     starts, out = json.loads((path / "index.json").read_text(encoding="utf-8")), data.buffer()
     descriptor = os.open(data.path, os.O_RDONLY)
 
-    def read(sample: int) -> object:
+    def read(sample: int, _later: int | None) -> object:
         target = out[: starts[sample + 1] - starts[sample]].reshape(-1).view(np.uint8)
         offset, done = starts[sample] * BYTES_PER_TOKEN, 0
         while done < len(target):
@@ -189,7 +189,9 @@ def by_our_reader(path: Path, data: Data) -> ReadSample:
     store, lengths = Store.open(path), data.lengths.tolist()
     out = np.ones((len(LAYER_IDS), max(lengths), HIDDEN_SIZE), np.uint16)
 
-    def read(sample: int) -> object:
+    def read(sample: int, later: int | None) -> object:
+        if later is not None:
+            store.read_ahead(later, LAYER_IDS)
         return store.read_hidden(sample, out=out[:, : lengths[sample]].transpose(1, 0, 2))
 
     return read
@@ -204,7 +206,9 @@ def parts_by_our_reader(path: Path, data: Data) -> ReadSample:
         for layer in LAYER_IDS
     }
 
-    def read(sample: int) -> object:
+    def read(sample: int, later: int | None) -> object:
+        if later is not None:
+            store.read_ahead(later, LAYER_IDS)
         for layer, arrays in parts.items():
             store.read_parts(sample, layer, {name: values[: lengths[sample]] for name, values in arrays.items()})
         return parts
@@ -219,7 +223,7 @@ def by_zarr_python(path: Path, data: Data) -> ReadSample:
     starts, lengths = Store.open(path).samples.start.tolist(), data.lengths.tolist()
     arrays = [array for layer in LAYER_IDS for name, array in group[f"hidden/{layer}"].arrays() if name in _PER_ROW]
 
-    def read(sample: int) -> object:
+    def read(sample: int, _later: int | None) -> object:
         return [array[starts[sample] : starts[sample] + lengths[sample]] for array in arrays]
 
     return read
@@ -236,7 +240,7 @@ def by_tensorstore(path: Path, data: Data) -> ReadSample:
         if folder.name in _PER_ROW
     ]
 
-    def read(sample: int) -> object:
+    def read(sample: int, _later: int | None) -> object:
         rows = slice(starts[sample], starts[sample] + lengths[sample])
         return [future.result() for future in [array[rows].read() for array in arrays]]
 
@@ -249,7 +253,7 @@ _PER_ROW = ("bits", "codes", "token_scale", "group_scale")
 def by_torch_load(path: Path, data: Data) -> ReadSample:
     import torch
 
-    return lambda sample: torch.load(path / f"{sample}.pt", weights_only=True)
+    return lambda sample, _later: torch.load(path / f"{sample}.pt", weights_only=True)
 
 
 def by_torch_load_mapped(path: Path, data: Data) -> ReadSample:
@@ -257,7 +261,7 @@ def by_torch_load_mapped(path: Path, data: Data) -> ReadSample:
 
     out = torch.from_numpy(data.buffer()).view(torch.bfloat16)
 
-    def read(sample: int) -> object:
+    def read(sample: int, _later: int | None) -> object:
         states = torch.load(path / f"{sample}.pt", weights_only=True, mmap=True)["hidden_states"]
         return out[: len(states)].copy_(states)
 
@@ -270,7 +274,7 @@ def by_safetensors(path: Path, data: Data) -> ReadSample:
 
     out = torch.from_numpy(data.buffer()).view(torch.bfloat16)
 
-    def read(sample: int) -> object:
+    def read(sample: int, _later: int | None) -> object:
         with safe_open(path / f"{sample}.safetensors", framework="pt") as file:
             states = file.get_tensor("hidden_states")
             return out[: len(states)].copy_(states)

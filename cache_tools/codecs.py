@@ -49,9 +49,9 @@ class ChunkCodec:
         plain = values.reshape(-1).view(np.uint8)
         return plain.data, _checksum_bytes(plain)
 
-    def decode(self, encoded: NDArray[np.uint8], out: NDArray[Any]) -> None:
-        """Fills `out`, one whole chunk, C-contiguous. Raises ChunkError when the checksum does not match."""
-        content = checked_content(encoded)
+    def decode(self, encoded: NDArray[np.uint8], out: NDArray[Any], *, check: bool = True) -> None:
+        """Fills `out`, one whole chunk, C-contiguous. Raises ChunkError when the checksum, if looked at, is wrong."""
+        content = _content(encoded, check=check)
         try:
             if self.compressed:
                 blosc.decompress(content, out)
@@ -60,11 +60,13 @@ class ChunkCodec:
         except (RuntimeError, ValueError) as error:  # right checksum, but not what this codec writes
             raise ChunkError(str(error)) from error
 
-    def view(self, encoded: NDArray[np.uint8], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """The values of an uncompressed chunk where they lie. Raises ChunkError."""
+    def view(
+        self, encoded: NDArray[np.uint8], shape: tuple[int, ...], dtype: str, *, check: bool = True
+    ) -> NDArray[Any]:
+        """The values of an uncompressed chunk where they lie. Raises ChunkError as `decode` does."""
         assert not self.compressed
         try:
-            return checked_content(encoded).view(dtype).reshape(shape)
+            return _content(encoded, check=check).view(dtype).reshape(shape)
         except ValueError as error:  # right checksum, but not what this codec writes
             raise ChunkError(str(error)) from error
 
@@ -90,6 +92,10 @@ class ChunkCodec:
 
 def _checksum_bytes(content: bytes | NDArray[np.uint8]) -> bytes:
     return int(google_crc32c.value(content)).to_bytes(CRC_BYTES, "little")
+
+
+def _content(encoded: NDArray[np.uint8], *, check: bool) -> NDArray[np.uint8]:
+    return checked_content(encoded) if check else encoded[:-CRC_BYTES]
 
 
 def checked_content(encoded: NDArray[np.uint8]) -> NDArray[np.uint8]:

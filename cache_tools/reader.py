@@ -235,6 +235,14 @@ class Store:
             array.read_rows(first, out[name], f"sample {sample}")
         return out
 
+    def read_ahead(self, sample: int, layer_ids: Sequence[int]) -> None:
+        """Asks the kernel for the hidden states of a sample that will be read soon. What is wrong, reading says."""
+        start, length = int(self.samples.start[sample]), int(self.samples.length[sample])
+        for layer_id in layer_ids:
+            for name, array in self._hidden[layer_id].items():
+                if name != "first":
+                    array.read_ahead(start, length)
+
     def _part_buffers(self, sample: int, layer_id: int) -> dict[str, NDArray[Any]]:
         length = int(self.samples.length[sample])
         return {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +149,7 @@ class _Work:
 
     def __init__(self, store: Store, layers: list[int], order: Iterator[int], seconds: float) -> None:
         self._store, self._layers, self._order, self._seconds = store, layers, order, seconds
+        self._upcoming: deque[int] = deque()  # one per thread: what the disk fetches while they read
         self._lock = threading.Lock()
         self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._deadline = 0.0
@@ -157,6 +160,7 @@ class _Work:
 
     def run(self, num_threads: int) -> None:
         """Raises what went wrong in a thread."""
+        self._upcoming.extend(itertools.islice(self._order, num_threads))
         readers = [_SampleReader(self._store, self._layers) for _ in range(num_threads)]
         threads = [threading.Thread(target=self._read, args=(reader,), daemon=True) for reader in readers]
         begin = time.perf_counter()
@@ -173,11 +177,15 @@ class _Work:
         try:
             while self._errors.empty():
                 with self._lock:
-                    sample = next(self._order, None)
-                if sample is None:
-                    self.is_done = True
-                    return
+                    later = next(self._order, None)
+                    self._upcoming.extend([] if later is None else [later])
+                    if not self._upcoming:
+                        self.is_done = True
+                        return
+                    sample = self._upcoming.popleft()
                 begin = time.perf_counter()
+                if later is not None:
+                    self._store.read_ahead(later, self._layers)
                 num_tokens = reader.read(sample)
                 seconds = time.perf_counter() - begin
                 with self._lock:

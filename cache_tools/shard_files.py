@@ -21,6 +21,7 @@ MOST_OPEN = 128
 """Shard files that a store keeps open: two descriptors each (one is the map's), and 16 bytes per chunk."""
 
 _MOST_BUFFERS = 1024  # of one preadv
+_HINT_BYTES = 512 * 1024  # of a larger hint, kernels take no more than their device's largest request
 
 
 class OpenShard:
@@ -34,6 +35,8 @@ class OpenShard:
         self.descriptor = _open(path)
         with reading(path):
             self.index = read_index(self.descriptor, array)
+        self.verified = np.zeros(array.num_chunks, np.bool_)
+        """[num_chunks] chunks whose checksum was found right since the file was opened."""
         self._map: NDArray[np.uint8] | None = None
         self._can_map = True
 
@@ -45,7 +48,7 @@ class OpenShard:
         """The bytes in the page cache itself, if all of them are there; valid while this object is.
 
         What is not there had better be read with `preadv`: faults fetch little at a time, and when the disk fails
-        they end the process where `preadv` raises OSError.
+        they end the process where `preadv` raises OSError. So had what is read once only: mapping it costs more.
         """
         if not self._can_map or (self._map is None and not self._make_map()):
             return None
@@ -53,6 +56,14 @@ class OpenShard:
         if offset + num_bytes > len(self._map) or not resident(self._map[offset : offset + num_bytes]).all():
             return None
         return self._map[offset : offset + num_bytes]
+
+    def read_ahead(self, offset: int, num_bytes: int) -> None:
+        """Asks the kernel to bring these bytes into the page cache, without waiting for them."""
+        if self.cached(offset, num_bytes) is not None:
+            return
+        for begin in range(offset, offset + num_bytes, _HINT_BYTES):
+            length = min(_HINT_BYTES, offset + num_bytes - begin)
+            os.posix_fadvise(self.descriptor, begin, length, os.POSIX_FADV_WILLNEED)
 
     def _make_map(self) -> bool:
         """False where there can be none, or where the kernel does not say which pages are there."""

@@ -40,7 +40,6 @@ from cache_tools.shard_files import (
 )
 
 _PIECE_BYTES = np.uint64(16 * 2**20)
-_PROCESSOR_CACHE_BYTES = 512 * 1024
 _WRITE_BACK_BYTES = 8 * 2**20
 
 
@@ -149,8 +148,9 @@ def write_object(root: Path, path: str, content: bytes) -> dict[str, ObjectRecor
 class ShardedArray:
     """Reads rows of one array directly from its files, in few large pieces, straight into the caller's buffer.
 
-    What the page cache holds is decoded from there; the rest is read with `preadv`. Nothing but the arrays of one
-    chunk and of one piece (16 MB) is allocated, once per thread. Safe to use from many threads and after a fork.
+    Chunks are read with `preadv` and their checksums compared. What was found right before, and is in the page cache,
+    is decoded from there without another look at its checksum. Nothing but the arrays of one chunk and of one piece
+    (16 MB) is allocated, once per thread. Safe to use from many threads and after a fork.
     """
 
     def __init__(self, root: Path, array: ArraySpec, files: ShardFiles | None = None) -> None:
@@ -194,42 +194,54 @@ class ShardedArray:
                 raise
             done += count
 
+    def read_ahead(self, first: int, num_rows: int) -> None:
+        """Asks the kernel for rows that will be read soon, all of one shard. What is wrong with them, reading says."""
+        shard, row = divmod(first, self.array.shard_rows)
+        with suppress(ChunkError, StoreError, OSError):
+            opened = self._files.get(self._root / self.array.object_path(shard), self.array)
+            entries = opened.index[self._chunks(row, num_rows)]
+            for start, end in _pieces(entries):
+                if int(entries[start, 0]) != int(MISSING):
+                    opened.read_ahead(int(entries[start, 0]), int(entries[start:end, 1].sum()))
+
+    def _chunks(self, row: int, num_rows: int) -> slice:
+        return slice(row // self.array.chunk_rows, -(-(row + num_rows) // self.array.chunk_rows))
+
     def _read_shard(self, path: Path, row: int, out: NDArray[Any]) -> None:
         """Fills `out` from row `row` of a shard on. Raises ChunkError, StoreError."""
         shard = self._files.get(path, self.array)
-        first, skipped = divmod(row, self.array.chunk_rows)
-        entries = shard.index[first : -(-(row + len(out)) // self.array.chunk_rows)]
+        chunks = self._chunks(row, len(out))
+        entries, verified = shard.index[chunks], shard.verified[chunks]
+        trusted = bool(verified.all())
+        skipped = row % self.array.chunk_rows
         with reading(path):
             for start, end in _pieces(entries):
                 rows = min((end - start) * self.array.chunk_rows - skipped, len(out))
                 target, out = out[:rows], out[rows:]
-                offset, num_bytes = int(entries[start, 0]), int(entries[start:end, 1].sum())
+                offset, sizes = int(entries[start, 0]), entries[start:end, 1]
+                cached = shard.cached(offset, int(sizes.sum())) if trusted and offset != int(MISSING) else None
                 if offset == int(MISSING):
                     target[...] = 0
-                elif self._is_plain(entries[start:end]) and target.flags.c_contiguous and not skipped:
-                    self._copy(shard, offset, end - start, target)
+                elif self._is_plain(sizes) and target.flags.c_contiguous and not skipped:
+                    self._copy(shard, offset, end - start, cached, target)
                 else:
-                    self._decode(self._bytes(shard, offset, num_bytes), entries[start:end, 1], skipped, target)
+                    self._decode(shard, offset, sizes, cached, skipped, target)
+                verified[start:end] = True
                 skipped = 0
 
-    def _is_plain(self, entries: NDArray[np.uint64]) -> bool:
+    def _is_plain(self, sizes: NDArray[np.uint64]) -> bool:
         """True when the bytes of these chunks are their values and a checksum."""
-        return not self._codec.compressed and bool((entries[:, 1] == self._content_bytes + CRC_BYTES).all())
+        return not self._codec.compressed and bool((sizes == self._content_bytes + CRC_BYTES).all())
 
-    def _copy(self, shard: OpenShard, offset: int, num_chunks: int, out: NDArray[Any]) -> None:
+    def _copy(
+        self, shard: OpenShard, offset: int, num_chunks: int, cached: NDArray[np.uint8] | None, out: NDArray[Any]
+    ) -> None:
         """Fills `out` with uncompressed chunks that lie end to end; of the last one maybe the first rows only."""
         encoded_bytes = self._content_bytes + CRC_BYTES
         num_whole = len(out) // self.array.chunk_rows
         whole = out[: num_whole * self.array.chunk_rows].view(np.uint8).reshape(num_whole, self._content_bytes)
-        cached = shard.cached(offset, num_chunks * encoded_bytes)
         if cached is not None:
-            table = cached.reshape(num_chunks, encoded_bytes)
-            # A few chunks at a time, so that they are still in the processor's cache when they are checked.
-            step = max(_PROCESSOR_CACHE_BYTES // encoded_bytes, 1)
-            for at in range(0, num_whole, step):
-                rows = slice(at, min(at + step, num_whole))
-                whole[rows] = table[rows, :-CRC_BYTES]
-                check_sums(whole[rows], table[rows, -CRC_BYTES:])
+            whole[...] = cached.reshape(num_chunks, encoded_bytes)[:num_whole, :-CRC_BYTES]
         elif num_whole:
             sums = np.empty((num_whole, CRC_BYTES), np.uint8)
             read_scattered(shard.descriptor, offset, whole, sums)
@@ -237,34 +249,38 @@ class ShardedArray:
         if num_whole < num_chunks:
             begin = num_whole * encoded_bytes
             last = self._read(shard, offset + begin, encoded_bytes) if cached is None else cached[begin:]
-            self._decode_chunk(last, 0, out[num_whole * self.array.chunk_rows :])
+            self._decode_chunk(last, 0, out[num_whole * self.array.chunk_rows :], check=cached is None)
 
-    def _decode(self, encoded: NDArray[np.uint8], sizes: NDArray[np.uint64], skipped: int, out: NDArray[Any]) -> None:
+    def _decode(
+        self,
+        shard: OpenShard,
+        offset: int,
+        sizes: NDArray[np.uint64],
+        cached: NDArray[np.uint8] | None,
+        skipped: int,
+        out: NDArray[Any],
+    ) -> None:
         """Decodes chunks of the given sizes that lie end to end, leaving out the first `skipped` rows."""
+        encoded = self._read(shard, offset, int(sizes.sum())) if cached is None else cached
         begin = done = 0
         for size in sizes.tolist():
             rows = min(self.array.chunk_rows - skipped, len(out) - done)
-            self._decode_chunk(encoded[begin : begin + size], skipped, out[done : done + rows])
+            self._decode_chunk(encoded[begin : begin + size], skipped, out[done : done + rows], check=cached is None)
             begin, done, skipped = begin + size, done + rows, 0
 
-    def _decode_chunk(self, encoded: NDArray[np.uint8], skipped: int, out: NDArray[Any]) -> None:
+    def _decode_chunk(self, encoded: NDArray[np.uint8], skipped: int, out: NDArray[Any], *, check: bool) -> None:
         """Decodes one chunk and keeps the rows that `out` has room for."""
         if len(out) == self.array.chunk_rows and out.flags.c_contiguous:
-            self._codec.decode(encoded, out)
+            self._codec.decode(encoded, out, check=check)
             return
         if self._codec.compressed:
             chunk = getattr(self._buffers, "chunk", None)
             if chunk is None:
                 chunk = self._buffers.chunk = np.empty(self.array.chunk_shape, dtype=self.array.dtype)
-            self._codec.decode(encoded, chunk)
+            self._codec.decode(encoded, chunk, check=check)
         else:
-            chunk = self._codec.view(encoded, self.array.chunk_shape, self.array.dtype)
+            chunk = self._codec.view(encoded, self.array.chunk_shape, self.array.dtype, check=check)
         out[...] = chunk[skipped : skipped + len(out)]
-
-    def _bytes(self, shard: OpenShard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Bytes of the shard, valid until the next call of this thread."""
-        cached = shard.cached(offset, num_bytes)
-        return self._read(shard, offset, num_bytes) if cached is None else cached
 
     def _read(self, shard: OpenShard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Bytes of the shard, in a buffer that the next call of this thread reuses."""

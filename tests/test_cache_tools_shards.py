@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,7 +60,6 @@ def test_any_rows_into_any_buffer_are_those_that_were_written(
     reader = ShardedArray(tmp_path, array)
     piece = 2 * CHUNK_ROWS * values[:1].nbytes
     monkeypatch.setattr(shards, "_PIECE_BYTES", np.uint64(piece))
-    monkeypatch.setattr(shards, "_PROCESSOR_CACHE_BYTES", piece)
 
     @settings(max_examples=60, deadline=None)
     @given(st.integers(0, len(values)), st.integers(0, len(values)), st.booleans())
@@ -107,6 +108,46 @@ def test_a_reader_takes_what_the_page_cache_has_from_there(tmp_path: Path, monke
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read from the disk"))
     reader.read_rows(0, out)
     np.testing.assert_array_equal(out, values[:8])
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_what_was_found_right_is_checked_again_only_when_it_comes_from_the_disk_again(
+    tmp_path: Path, compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = spec("uint16", (6,), compressed=compressed)
+    values = written(tmp_path, array)
+    reader = ShardedArray(tmp_path, array)
+    out = np.empty_like(values[:7])
+    reader.read_rows(0, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(google_crc32c, "value", lambda _: pytest.fail("computed a checksum"))
+        reader.read_rows(0, out)
+    np.testing.assert_array_equal(out, values[:7])
+    path = tmp_path / array.object_path(0)
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    with pytest.raises(CorruptError, match="checksum"):
+        reader.read_rows(0, out)
+
+
+def test_reading_ahead_brings_chunks_into_the_page_cache_and_leaves_faults_to_reading(tmp_path: Path) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    written(tmp_path, array)
+    path = tmp_path / array.object_path(0)
+    page_cache.drop([path])
+    if page_cache.cached_share([path]) > 0:
+        pytest.skip("this file system keeps everything in memory")
+    reader = ShardedArray(tmp_path, array)
+    reader.read_ahead(0, SHARD_ROWS)
+    shard = shard_files.OpenShard(path, array)
+    deadline = time.monotonic() + 30
+    while shard.cached(0, 100) is None:  # the kernel does not wait, so we have to
+        assert time.monotonic() < deadline, "nothing was read ahead"
+        time.sleep(0.01)
+    path.unlink()
+    ShardedArray(tmp_path, array).read_ahead(0, SHARD_ROWS)
 
 
 def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
@@ -198,6 +239,8 @@ def test_a_bounded_number_of_files_stays_open(tmp_path: Path, monkeypatch: pytes
     for _ in range(3):
         reader.read_rows(0, out)
         np.testing.assert_array_equal(out, values)
+    for first in (SHARD_ROWS, 2 * SHARD_ROWS):
+        reader.read_rows(first, out[:SHARD_ROWS])
     assert len(os.listdir("/proc/self/fd")) == before + 2 * 2  # each with the descriptor of its map
     del reader, files
     assert len(os.listdir("/proc/self/fd")) == before
