@@ -64,7 +64,7 @@ class ShardAppender:
         self._codec = array.codec
         self._first_row = shard * array.shard_rows
         self._index = np.full((array.num_chunks, 2), MISSING, dtype="<u8")
-        self._chunk = -1  # the chunk being filled; those before it are written
+        self._chunk = -1  # the chunk being filled, -1 when there is none; those before it are written
         self._next_row = 0
         self._buffer = np.zeros(array.chunk_shape, dtype=array.dtype)
         self._num_bytes = self._crc = 0
@@ -81,11 +81,14 @@ class ShardAppender:
         self._next_row = at + len(values)
         while len(values):
             chunk, offset = divmod(at, self._array.chunk_rows)
+            taken = min(len(values), self._array.chunk_rows - offset)
             if chunk != self._chunk:
                 self._flush()
+            if taken == self._array.chunk_rows:
+                self._write_chunk(chunk, np.ascontiguousarray(values[:taken], dtype=self._array.dtype))
+            else:
                 self._chunk = chunk
-            taken = min(len(values), self._array.chunk_rows - offset)
-            self._buffer[offset : offset + taken] = values[:taken]
+                self._buffer[offset : offset + taken] = values[:taken]
             at, values = at + taken, values[taken:]
 
     def finish(self) -> ObjectRecord:
@@ -106,13 +109,16 @@ class ShardAppender:
             os.unlink(self._file.name)
 
     def _flush(self) -> None:
-        if self._chunk < 0:
-            return
-        content, checksum = self._codec.encode_parts(self._buffer)
-        self._index[self._chunk] = self._num_bytes, len(content) + CRC_BYTES
+        if self._chunk >= 0:
+            self._write_chunk(self._chunk, self._buffer)
+            self._buffer[:] = 0
+            self._chunk = -1
+
+    def _write_chunk(self, chunk: int, values: NDArray[Any]) -> None:
+        content, checksum = self._codec.encode_parts(values)
+        self._index[chunk] = self._num_bytes, len(content) + CRC_BYTES
         self._append(content)
         self._append(checksum)
-        self._buffer[:] = 0
 
     def _append(self, content: bytes | memoryview) -> None:
         self._file.write(content)
