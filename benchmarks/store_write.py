@@ -154,7 +154,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/store-write"), help="an empty place on the disk")
-    parser.add_argument("--megabytes", type=int, default=800, help="hidden states of a shard before encoding")
+    parser.add_argument("--megabytes", type=int, default=1260, help="hidden states of a shard before encoding")
     parser.add_argument("--hidden-size", type=int, default=5120)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)

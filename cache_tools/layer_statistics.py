@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache_tools.codecs import BF16_MAGNITUDE, bf16_to_float32
 from cache_tools.files import Json
 
-STATISTICS_STRIDE = 8
+STATISTICS_STRIDE = 32
 """One of so many rows of a sample is measured."""
 _ROWS = 64  # float32 copies of more rows would leave the processor's cache
 _SQUARABLE = 1e15  # the sum of thousands of squares of this still fits float32
