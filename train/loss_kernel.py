@@ -102,7 +102,7 @@ def _gradient_kernel(
 
 
 def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
-    """See `Kernels`; the logits stay as they are."""
+    """See `Kernels`; what is left are the logits as they are."""
     num_rows, num_columns = logits.shape
     assert logits.is_contiguous() and (teacher is None or teacher.is_contiguous())
     top, total, lse, gap = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device).unbind()
@@ -121,22 +121,21 @@ def _statistics(logits: Tensor, teacher: Tensor | None) -> Statistics:
             TILE=_tile(num_columns),
             num_warps=8,
         )
-    return Statistics(top, total, best, *((lse, gap) if teacher is not None else (None, None)))
+    return Statistics(top, total, best, logits, teacher, *((lse, gap) if teacher is not None else (None, None)))
 
 
-def _gradient_(
-    logits: Tensor, sums: Statistics, scale: Tensor, labels: Tensor, teacher: Tensor | None, kl_weight: float
-) -> None:
-    """See `Kernels`; from the logits themselves."""
+def _gradient(sums: Statistics, scale: Tensor | None, labels: Tensor, kl_weight: float) -> Tensor:
+    """See `Kernels`; in place of the logits."""
+    logits, teacher = sums.left, sums.teacher_left
     num_rows, num_columns = logits.shape
     if num_rows == 0:
-        return
+        return logits
     tile = _tile(num_columns)
     _gradient_kernel[(num_rows, triton.cdiv(num_columns, tile))](
         logits,
         logits if teacher is None else teacher,
         sums.top,
-        scale,
+        sums.total.reciprocal() if scale is None else scale,
         labels,
         sums.top if sums.teacher_lse is None else sums.teacher_lse,
         kl_weight,
@@ -145,10 +144,11 @@ def _gradient_(
         TILE=tile,
         num_warps=8,
     )
+    return logits
 
 
 def _tile(num_columns: int) -> int:
     return min(_TILE, int(triton.next_power_of_2(num_columns)))
 
 
-TRITON = Kernels(_statistics, _gradient_, float32_only=False)
+TRITON = Kernels(_statistics, _gradient, float32_only=False)

@@ -26,7 +26,7 @@ from train.teacher import BlockTeacher
 _SLICE_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 # Elements of a tile of a slice: what is done to each logit is done tile by tile, so that a tile stays in the CPU's
 # cache from one pass to the next.
-_TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
+_TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,8 @@ class _SlicedLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden) if needs_gradient else None
         # One piece of memory for all slices: a fresh one of this size costs the CPU a page fault every 4 KB.
         buffer = weight.new_empty(min(rows_per_slice, num_rows), weight.shape[0])
+        tile_type = torch.float32 if kernels.float32_only else weight.dtype
+        wide = weight.new_empty(rows_per_tile, weight.shape[0], dtype=tile_type) if tile_type != weight.dtype else None
         with torch.autocast(hidden.device.type, enabled=False):
             for first in range(0, num_rows, rows_per_slice):
                 rows = slice(first, min(first + rows_per_slice, num_rows))
@@ -252,7 +254,7 @@ class _SlicedLoss(torch.autograd.Function):
                     own = slice(first + start, first + inside.stop)
                     tile = logits[inside]
                     losses = row_losses(
-                        tile,
+                        tile if wide is None else wide[: len(tile)].copy_(tile),
                         labels[own],
                         taught.part(inside) if taught is not None else None,
                         kl_weight,
