@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import ArraySpec, hidden_arrays, teacher_arrays
+from cache_tools.codec_names import Codec
 from cache_tools.errors import StoreError
 from cache_tools.manifest import Manifest
 from cache_tools.teacher import Teacher
@@ -22,6 +23,7 @@ from precompute.planning import Plan, Tokenised
 EXPECTED_RATIO = 1.25
 SAFETY = 1.15
 _EXAMPLES_PER_REASON = 5
+_MB = 10**6
 _BYTES_PER_VALUE = 2
 _BYTES_PER_TOKEN_COLUMNS = 5  # int32 id and uint8 mask
 _QUANTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -79,13 +81,15 @@ def store_size(manifest: Manifest, lengths: NDArray[Any], num_supervised: int) -
         hidden_needed = int(expected * SAFETY)
     else:
         expected = hidden_needed = _uncompressed_arrays(manifest, lengths)
-    teacher = _teacher_bytes(manifest, num_supervised)
+    teacher = teacher_needed = _teacher_bytes(manifest, num_supervised)
+    if Teacher.parse(manifest.teacher).kind == "hidden":
+        teacher_needed = int(teacher * SAFETY)
     return {
         "uncompressed": uncompressed,
         "expected": expected,
         "teacher": teacher,
         "target": target_bytes,
-        "needed": hidden_needed + int(teacher * SAFETY) + target_bytes + columns,
+        "needed": hidden_needed + teacher_needed + target_bytes + columns,
     }
 
 
@@ -109,18 +113,33 @@ def _row_bytes(array: ArraySpec) -> int:
     return np.dtype(array.dtype).itemsize * math.prod(array.shape[1:])
 
 
-def require_space(store: Path, needed: int, codec: str) -> None:
+def require_space(store: Path, needed: int, codec: Codec) -> None:
     """Raises StoreError when fewer than `needed` bytes are free where `store` is or will be."""
     free = free_bytes(store)
-    if needed > free:
-        basis = "" if codec != "bf16" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
-        raise StoreError(
-            "the disk is too small for the store",
-            where=store,
-            got=f"{readable_bytes(free)} free",
-            expected=f"{readable_bytes(needed)} still to be written{basis}",
-            fix="free space, choose another disk with --store, or keep fewer layers or samples (--limit)",
-        )
+    if needed <= free:
+        return
+    basis = "" if codec != "bf16" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
+    smaller = _smaller_plans(free, codec)
+    if store.exists():
+        fix = f"free space, or move the store to another disk; a smaller one must be planned anew: {smaller}"
+    else:
+        fix = f"free space, choose another disk with --store, or plan a smaller store: {smaller}"
+    raise StoreError(
+        "the disk is too small for the store",
+        where=store,
+        got=f"{readable_bytes(free)} free",
+        expected=f"{readable_bytes(needed)} still to be written{basis}",
+        fix=fix,
+    )
+
+
+def _smaller_plans(free: int, codec: Codec) -> str:
+    """The settings that make a store smaller, the first choice first."""
+    lighter = {"bf16": "int8 or int4", "raw": "int8 or int4", "int8": "int4", "fp8": "int4", "int4": ""}[codec]
+    ways = [f"--codec {lighter}"] if lighter else []
+    ways.append("fewer --layer-ids")
+    ways.append(f"--max-bytes {free // _MB}MB for as many samples as fit" if free >= _MB else "fewer samples (--limit)")
+    return ", ".join(ways)
 
 
 def free_bytes(path: Path) -> int:
