@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from precompute_cases import SMALL_SHARD_BYTES, chats, make_precompute_config, make_target, write_jsonl
+from precompute_cases import chats, make_precompute_config, make_target, write_jsonl
 
 from cache_tools.errors import ConfigError, StoreError
 from cache_tools.integrity import verify
@@ -28,6 +28,8 @@ from precompute.target import Target
 NUM_ROWS = 60
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
+pytestmark = pytest.mark.usefixtures("small_shards")
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,11 +39,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", [*chats(NUM_ROWS), {"messages": 1}])
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
 
 
 def sources(path: Path) -> set[int]:

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 from precompute_cases import (
-    SMALL_SHARD_BYTES,
     Kind,
-    chats,
     directory_bytes,
     make_precompute_config,
     make_target,
-    write_jsonl,
 )
 from transformers import AutoModelForCausalLM
 
@@ -32,20 +29,7 @@ from precompute.reporting import plan_report
 from precompute.run import run, write_plan
 from precompute.target import Target
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", chats(20))
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def computed(target: Path, data: Path, path: Path, **changes: Any) -> Store:
