@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cache_tools.arrays import ArraySpec, hidden_arrays, teacher_arrays
 from cache_tools.codec_names import Codec
 from cache_tools.errors import StoreError
+from cache_tools.layout import padded_rows
 from cache_tools.manifest import Manifest
 from cache_tools.teacher import Teacher
 from precompute.budget import largest_size
@@ -47,6 +48,8 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
         "lengths": {name: int(np.percentile(lengths, q, method="lower")) for name, q in _QUANTILES.items()},
         "duplicates": int(len(samples) - len(np.unique(samples.content_id, axis=0))),
         "shards": manifest.layout.num_shards,
+        "chunk_rows": manifest.layout.chunk_rows,
+        "padding_share": round(padded_rows(lengths, manifest.layout.chunk_rows) / manifest.layout.num_tokens - 1, 6),
         "bytes_per_token": {
             name: round(size[name] / manifest.layout.num_tokens, 1) for name in ("uncompressed", "expected", "teacher")
         },
@@ -68,8 +71,9 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
 def store_size(manifest: Manifest, lengths: NDArray[Any], num_supervised: int) -> dict[str, int]:
     """Bytes of a complete store with samples of these lengths, `num_supervised` of their tokens supervised.
 
-    `uncompressed` is what the hidden states take as plain bfloat16, `expected` what they take in the store's codec,
-    `teacher` what is kept of the target's prediction. `needed` is everything, with a margin where it is estimated.
+    `uncompressed` is what the hidden states take as plain bfloat16, `expected` what they take in the store's codec with
+    its padding, `teacher` what is kept of the target's prediction. `needed` is everything, with a margin where it is
+    estimated.
     """
     target = manifest.target
     uncompressed = manifest.layout.num_tokens * len(manifest.layer_ids) * target.hidden_size * _BYTES_PER_VALUE
@@ -95,8 +99,7 @@ def store_size(manifest: Manifest, lengths: NDArray[Any], num_supervised: int) -
 
 def _uncompressed_arrays(manifest: Manifest, lengths: NDArray[Any]) -> int:
     """Hidden states of a codec without compression: whole chunks are written, and quantised first tokens as well."""
-    chunk_rows = manifest.layout.chunk_rows
-    num_rows = int((-(-lengths // chunk_rows) * chunk_rows).sum())
+    num_rows = padded_rows(lengths, manifest.layout.chunk_rows)
     arrays = hidden_arrays(manifest, manifest.layer_ids[0])
     layer = sum(_row_bytes(array) * (len(lengths) if name == "first" else num_rows) for name, array in arrays.items())
     return layer * len(manifest.layer_ids)

@@ -48,7 +48,7 @@ def restore_plan(config: PrecomputeConfig, path: Path) -> list[str]:
     holder = temporary_path(path)
     with claimed_folder(holder):
         try:
-            planned = _named(plan(config), stored)
+            planned = _named(plan(_as_stored(config, stored)), stored)
             create_planned(planned, holder / "plan")
             _require_same_files(path, stored, planned.manifest, holder / "plan")
             return _move_over(holder / "plan", path, _root(config, path, stored, planned.manifest))
@@ -61,6 +61,11 @@ def _stored_manifest(path: Path) -> Manifest | None:
         return read_manifest(path)
     except CorruptError:
         return None
+
+
+def _as_stored(config: PrecomputeConfig, stored: Manifest | None) -> PrecomputeConfig:
+    """The settings with the rows per chunk of the store, whatever its lengths would make the default."""
+    return config if stored is None else dataclasses.replace(config, chunk_rows=stored.layout.chunk_rows)
 
 
 def _named(planned: Plan, stored: Manifest | None) -> Plan:
