@@ -125,7 +125,7 @@ def test_channel_scales_that_no_sample_can_give_are_a_target_error(
         return [first, torch.full_like(second, torch.nan)]
 
     monkeypatch.setattr(Target, "hidden_states", broken)
-    with pytest.raises(TargetError, match=r"layer 2(.|\n)*NaN or Inf in each of 20 samples"):
+    with pytest.raises(TargetError, match=r"layer 2(.|\n)*NaN or Inf in each of 30 samples"):
         computed(target, data, tmp_path / "store", codec="int8", on_bad=on_bad)
     assert not Store.open(tmp_path / "store").sealed
 
