@@ -186,6 +186,13 @@ def test_a_shard_of_another_store_is_found_and_computed_again(case: Case, tmp_pa
     assert directory_bytes(tmp_path / "store") == case.content
 
 
+def test_the_seal_of_a_shard_in_the_place_of_the_plans_is_not_taken_for_it(case: Case, tmp_path: Path) -> None:
+    config = case.copy(tmp_path)
+    shutil.copy(tmp_path / "store/sealed/1.json", tmp_path / "store/sealed/plan.json")
+    assert repair(config).run.computed_shards == 0
+    assert directory_bytes(tmp_path / "store") == case.content
+
+
 def test_an_undamaged_store_stays_as_it_is_and_foreign_files_stay_too(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
