@@ -206,6 +206,7 @@ def packs(
     "--threads", type=click.IntRange(min=1), default=4, help="Threads, as --reader-threads in training.  [default: 4]"
 )
 @click.option("--token-budget", type=int, default=49152, help="Most tokens in a pack.  [default: 49152]")
+@click.option("--no-teacher", is_flag=True, help="Leave out what --teacher kept, as training with --kl-weight 0 does.")
 @click.option("--cold", is_flag=True, help="Drop the store's files from the page cache before.")
 @click.option(
     "--gpu-tokens-per-second",
@@ -220,14 +221,16 @@ def bench(
     seconds: float,
     threads: int,
     token_budget: int,
+    no_teacher: bool,
     cold: bool,
     gpu_tokens_per_second: float,
     as_json: bool,
 ) -> None:
     """How fast this machine reads STORE in the order of training, and how many GPUs that feeds.
 
-    Reads whole samples, pack after pack of a global shuffle, for some seconds or until each was read once. It says how
-    much of the store the page cache holds: what fits into memory is faster than a disk.
+    Reads whole samples, pack after pack of a global shuffle, for some seconds or until each was read once: tokens,
+    hidden states and, unless --no-teacher is given, what the store keeps of the target's prediction. It says how much
+    of the store the page cache holds: what fits into memory is faster than a disk.
     """
     from cache_tools.reader import Store
     from cache_tools.reading_speed import measure, report_lines
@@ -237,6 +240,7 @@ def bench(
         seconds=seconds,
         num_threads=threads,
         token_budget=token_budget,
+        with_teacher=not no_teacher,
         cold=cold,
         gpu_tokens_per_s=gpu_tokens_per_second,
     )

@@ -8,7 +8,7 @@ stores hold them exactly. Shapes: T = tokens of a sample, F = layers, H = hidden
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cache_tools.arrays import METADATA
 from cache_tools.codecs import CRC_BYTES, ChunkCodec, bf16_to_float32, float32_to_bf16_bits
 from cache_tools.errors import ConfigError, StoreError
 from cache_tools.files import Json
-from cache_tools.layout import round_up
+from cache_tools.layout import default_chunk_rows, round_up
 from cache_tools.order import Permutation
 from cache_tools.progress import Progress
 from cache_tools.quantise import QUANTISED, ChannelCalibration, decode, encode, parts
@@ -71,7 +71,7 @@ class CodecReport:
     measured_tokens: int
     measured_samples: int
     rows_per_token: float
-    """Above 1, as samples start on whole chunks; only compressed padding is free."""
+    """Of codecs without compression: above 1, as samples start on whole chunks."""
     codecs: tuple[CodecResult, ...]
 
     def to_dict(self) -> dict[str, Json]:
@@ -82,9 +82,9 @@ class CodecReport:
 class CodecComparison:
     """Gathers sample after sample: first those to calibrate on, then those to measure."""
 
-    def __init__(self, layer_ids: Sequence[int], hidden_size: int, chunk_rows: int) -> None:
-        """`chunk_rows`: each sample starts on a chunk of so many rows, as in the store that would hold it."""
-        self._layer_ids, self._hidden_size, self._chunk_rows = tuple(layer_ids), hidden_size, chunk_rows
+    def __init__(self, layer_ids: Sequence[int], hidden_size: int, chunk_rows: Mapping[str, int]) -> None:
+        """`chunk_rows`: by codec; each sample starts on a chunk of so many rows in the store that would hold it."""
+        self._layer_ids, self._hidden_size, self._chunk_rows = tuple(layer_ids), hidden_size, dict(chunk_rows)
         self._calibrations = [ChannelCalibration() for _ in layer_ids]
         self._calibration_tokens = self._measured_tokens = self._measured_samples = self._measured_rows = 0
         self._problems = _problems(hidden_size)
@@ -106,18 +106,18 @@ class CodecComparison:
             self._scales = [calibration.scale() for calibration in self._calibrations]
         self._measured_tokens += len(bits)
         self._measured_samples += 1
-        self._measured_rows += round_up(len(bits), self._chunk_rows)
+        self._measured_rows += round_up(len(bits), self._chunk_rows["raw"])
         for layer, scale in enumerate(self._scales):
             states = np.ascontiguousarray(bits[:, layer])
             values = bf16_to_float32(states[1:])
             for lossless in _LOSSLESS:
-                self._bytes[lossless] += self._stored_bytes(states, compressed=lossless == "bf16")
+                self._bytes[lossless] += self._stored_bytes(states, lossless)
             for codec, errors in self._errors.items():
                 encoded = encode(codec, states[1:], scale)
                 decoded = bf16_to_float32(float32_to_bf16_bits(decode(codec, encoded, scale)))
                 errors[layer].add(values, decoded)
                 first = states[:1].nbytes + CRC_BYTES + _INDEX_ENTRY_BYTES
-                self._bytes[codec] += first + sum(self._part_bytes(part, len(bits)) for part in encoded.values())
+                self._bytes[codec] += first + sum(self._part_bytes(part, len(bits), codec) for part in encoded.values())
 
     def report(self) -> CodecReport:
         """What was found. Some sample must have been measured."""
@@ -149,19 +149,20 @@ class CodecComparison:
             codecs=tuple(results),
         )
 
-    def _part_bytes(self, part: NDArray[Any], length: int) -> int:
+    def _part_bytes(self, part: NDArray[Any], length: int, codec: str) -> int:
         """Size of one array of a quantised sample: rows up to a whole chunk, unpacked."""
-        rows = round_up(length, self._chunk_rows)
+        chunk_rows = self._chunk_rows[codec]
+        rows = round_up(length, chunk_rows)
         overhead = CRC_BYTES + _INDEX_ENTRY_BYTES if part.ndim > 1 else 0  # scales of tokens share large chunks
-        return rows * part[:1].nbytes + rows // self._chunk_rows * overhead
+        return rows * part[:1].nbytes + rows // chunk_rows * overhead
 
-    def _stored_bytes(self, states: NDArray[np.uint16], *, compressed: bool) -> int:
+    def _stored_bytes(self, states: NDArray[np.uint16], codec: str) -> int:
         """Size of the chunks of one lossless layer, found by making them."""
-        codec = ChunkCodec(states.itemsize, compressed)
-        padded = np.zeros((round_up(len(states), self._chunk_rows), self._hidden_size), np.uint16)
+        encoder, chunk_rows = ChunkCodec(states.itemsize, compressed=codec == "bf16"), self._chunk_rows[codec]
+        padded = np.zeros((round_up(len(states), chunk_rows), self._hidden_size), np.uint16)
         padded[: len(states)] = states
-        chunks = padded.reshape(-1, self._chunk_rows, self._hidden_size)
-        return sum(len(codec.encode(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks)
+        chunks = padded.reshape(-1, chunk_rows, self._hidden_size)
+        return sum(len(encoder.encode(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks)
 
 
 class _ErrorSums:
@@ -206,7 +207,7 @@ def compare_in_store(store: Store, progress: Progress) -> CodecReport:
             fix="compute some anew: dflash-precompute codecs --target TARGET --data FILE",
         )
     calibration, measured = choose_samples(store.samples.length, usable_samples(store), store.path)
-    comparison = CodecComparison(store.layer_ids, store.hidden_size, store.manifest.layout.chunk_rows)
+    comparison = CodecComparison(store.layer_ids, store.hidden_size, planned_chunk_rows(store.samples.length))
     for sample in calibration:
         comparison.calibrate(store.read_hidden(sample))
         progress.update(1)
@@ -214,6 +215,11 @@ def compare_in_store(store: Store, progress: Progress) -> CodecReport:
         comparison.measure(store.read_hidden(sample))
         progress.update(1)
     return comparison.report()
+
+
+def planned_chunk_rows(lengths: NDArray[np.integer]) -> dict[str, int]:
+    """Rows per chunk by codec that a store of samples of these lengths gets unless somebody asks for others."""
+    return {name: default_chunk_rows(lengths, compressed=name == "bf16") for name in (*_LOSSLESS, *QUANTISED)}
 
 
 def usable_samples(store: Store) -> NDArray[np.int64]:

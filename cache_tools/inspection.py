@@ -13,6 +13,7 @@ from cache_tools.arrays import hidden_arrays
 from cache_tools.errors import StoreError
 from cache_tools.files import Json, reading
 from cache_tools.reader import Store
+from cache_tools.seals import require_listed
 
 _BF16_BYTES = 2
 
@@ -21,9 +22,13 @@ def describe(store: Store) -> dict[str, Json]:
     """Facts about a store as plain JSON values; sizes in bytes.
 
     `bytes_per_token` is the size of everything over all tokens. `hidden` counts hidden states of sealed shards only,
-    and their `ratio` is how many times smaller they are than plain bfloat16.
+    and their `ratio` is how many times smaller they are than plain bfloat16. Raises StoreError when a file of these is
+    missing, CorruptError when a list of rejected samples was lost or a seal is damaged.
     """
     manifest = store.manifest
+    rejected = store.rejected
+    for shard in sorted(store.sealed):
+        require_listed(store.path, shard, rejected)
     bytes_on_disk = store.bytes_on_disk()
     num_supervised = int(store.samples.supervised.sum(dtype=np.int64))
     return {
@@ -42,7 +47,7 @@ def describe(store: Store) -> dict[str, Json]:
         "complete": store.complete,
         "shards": {"sealed": len(store.sealed), "total": store.num_shards},
         "target_weights": store.has_target,
-        "rejected_samples": len(store.rejected),
+        "rejected_samples": len(rejected),
         "skipped_rows": dict(manifest.data.skipped),
         "sources": [source.name for source in manifest.data.sources],
     }

@@ -16,6 +16,7 @@ FORMAT_VERSION = 1
 LAYER_ID_CONVENTION = "output of 0-based decoder layer i, before any later norm"
 
 _T = TypeVar("_T")
+_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ class Difference:
     now: Json
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.stored!r} in the store, {self.now!r} now"
+        stored, now = _shortened(repr(self.stored), repr(self.now))
+        return f"{self.field}: {stored} in the store, {now} now"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +150,14 @@ class Manifest:
         return _from_plain(cls, value, "manifest", where)
 
     def differences(self, now: Manifest) -> list[Difference]:
-        """Fields in which `now` differs from this, the stored manifest."""
+        """Fields in which `now` differs from this, the stored manifest; of another codec, its name is enough."""
         stored_fields, now_fields = _flat(self.to_dict()), _flat(now.to_dict())
+        names = stored_fields.keys() | now_fields.keys()
+        if self.codec != now.codec:
+            names -= {"arithmetic"}
         return [
             Difference(field, stored_fields.get(field), now_fields.get(field))
-            for field in sorted(stored_fields.keys() | now_fields.keys())
+            for field in sorted(names)
             if stored_fields.get(field) != now_fields.get(field)
         ]
 
@@ -230,6 +235,17 @@ def _wrong_field(path: str, got: object, expected: str, where: object) -> StoreE
         expected=expected,
         fix=RUN_VERIFY,
     )
+
+
+def _shortened(one: str, other: str) -> list[str]:
+    """Two different texts, long ones cut down to where they begin to differ."""
+    if max(len(one), len(other)) <= _SHOWN_CHARACTERS:
+        return [one, other]
+    shorter = min(len(one), len(other))
+    same = next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    first = max(same - _SHOWN_CHARACTERS // 4, 0)
+    end = first + _SHOWN_CHARACTERS
+    return ["…" * (first > 0) + text[first:end] + "…" * (len(text) > end) for text in (one, other)]
 
 
 def _flat(value: Json, path: str = "") -> dict[str, Json]:

@@ -35,8 +35,8 @@ from cache_tools.seals import (
     read_manifest,
     read_rejections,
     rejected_by_seal,
-    rejected_list,
     sealed_shards,
+    unlisted_rejection,
 )
 from cache_tools.shard_files import ShardFiles
 from cache_tools.shards import ShardedArray
@@ -362,11 +362,7 @@ class Store:
         if shard not in self._rejected_by_seal:  # only now: opening must not take longer the more shards there are
             self._rejected_by_seal[shard] = rejected_by_seal(self.path, shard)
         if sample in self._rejected_by_seal[shard]:
-            raise CorruptError(
-                f"sample {sample} was rejected when hidden states were computed, but no list says so",
-                where=self.path / rejected_list(shard),
-                fix=RUN_VERIFY,
-            )
+            raise unlisted_rejection(self.path, shard, sample)
 
     def _layer(self, layer_id: int) -> dict[str, ShardedArray]:
         if layer_id not in self._hidden:

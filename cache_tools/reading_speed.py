@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools import page_cache
-from cache_tools.arrays import hidden_arrays
+from cache_tools.arrays import ArraySpec, hidden_arrays, teacher_arrays, token_arrays
 from cache_tools.errors import StoreError
 from cache_tools.files import file_size, reading
 from cache_tools.packs import PackCursor
@@ -41,7 +41,9 @@ class ReadingSpeed:
     samples: int
     tokens: int
     bytes_per_token: float
-    """Bytes of files per token, all stored layers that were read."""
+    """Bytes of the files that were read (tokens, hidden states, the teacher's arrays), per token."""
+    with_teacher: bool
+    """What the store holds of the target's prediction was read too."""
     p50_ms: float
     """Milliseconds to read one sample, as one of several threads sees it."""
     p99_ms: float
@@ -81,6 +83,7 @@ def measure(
     store: Store,
     *,
     layer_ids: Sequence[int] | None = None,
+    with_teacher: bool = True,
     seconds: float,
     num_threads: int,
     token_budget: int,
@@ -90,19 +93,21 @@ def measure(
 ) -> ReadingSpeed:
     """Reads whole samples for so many seconds, or every sample once.
 
-    Quantised hidden states are read as training reads them, undecoded. `cold`: drops the store's files from the page
-    cache before. Raises ConfigError when a sample exceeds the token budget, StoreError, CorruptError.
+    Quantised hidden states are read as training reads them, undecoded. `with_teacher`: so is what the store holds of
+    the target's prediction, if it holds any. `cold`: drops the files from the page cache before. Raises ConfigError
+    when a sample exceeds the token budget, StoreError, CorruptError.
     """
     store.require_complete()
     assert num_threads >= 1 and seconds > 0 and gpu_tokens_per_s > 0
     layers = list(store.layer_ids if layer_ids is None else layer_ids)
-    files = _files(store, layers)
+    teacher = teacher_arrays(store.manifest) if with_teacher else {}
+    files = _files(store, layers, teacher)
     with reading(store.path):
         if cold:
             page_cache.drop(files)
         before = _cached_share(files)
     work = _Work(store, layers, _order(store, token_budget, seed), seconds)
-    work.run(num_threads)
+    work.run([_SampleReader(store, layers, teacher) for _ in range(num_threads)])
     with reading(store.path):
         after = _cached_share(files)
     times = np.array(work.times) * 1e3
@@ -113,6 +118,7 @@ def measure(
         bytes_per_token=sum(map(file_size, files)) / store.num_tokens,
         p50_ms=float(np.percentile(times, 50)),
         p99_ms=float(np.percentile(times, 99)),
+        with_teacher=bool(teacher),
         cold=cold,
         cached_before=before,
         cached_after=after,
@@ -125,7 +131,8 @@ def report_lines(speed: ReadingSpeed) -> list[str]:
     """For people: what was measured, what it is good for, and what the page cache had to do with it."""
     return [
         f"read        {speed.samples:,} samples, {speed.tokens:,} tokens in {speed.seconds:.1f} s"
-        + (": the whole store" if speed.whole_store else ""),
+        + (": the whole store" if speed.whole_store else "")
+        + (", with the teacher's arrays" if speed.with_teacher else ""),
         f"speed       {speed.tokens_per_s / 1e3:,.1f} Ktok/s, {speed.gb_per_s:.2f} GB/s of files",
         f"per sample  {speed.p50_ms:.1f} ms (median), {speed.p99_ms:.1f} ms (99 %)",
         f"feeds       {speed.gpus:.1f} GPUs that train {speed.gpu_tokens_per_s / 1e3:,.0f} Ktok/s each",
@@ -158,10 +165,9 @@ class _Work:
         self.wall_seconds = 0.0
         self.is_done = False
 
-    def run(self, num_threads: int) -> None:
-        """Raises what went wrong in a thread."""
-        self._upcoming.extend(itertools.islice(self._order, num_threads))
-        readers = [_SampleReader(self._store, self._layers) for _ in range(num_threads)]
+    def run(self, readers: Sequence[_SampleReader]) -> None:
+        """One thread for each reader. Raises what went wrong in a thread."""
+        self._upcoming.extend(itertools.islice(self._order, len(readers)))
         threads = [threading.Thread(target=self._read, args=(reader,), daemon=True) for reader in readers]
         begin = time.perf_counter()
         self._deadline = begin + self._seconds
@@ -200,10 +206,12 @@ class _Work:
 class _SampleReader:
     """Reads a sample as training does, into memory that is used again."""
 
-    def __init__(self, store: Store, layers: list[int]) -> None:
+    def __init__(self, store: Store, layers: list[int], teacher: Mapping[str, ArraySpec]) -> None:
+        """`teacher`: the arrays of the target's prediction; empty when they are not to be read."""
         self._store, self._layers = store, layers
         self._longest = int(store.samples.length.max())
         # Ones: its pages are there before the clock starts.
+        self._teacher = {name: self._ones(self._longest, array) for name, array in teacher.items()}
         if store.manifest.codec in QUANTISED:
             self._parts = [self._room(layer) for layer in layers]
         else:
@@ -212,6 +220,9 @@ class _SampleReader:
     def read(self, sample: int) -> int:
         """Returns the number of tokens. Raises StoreError, CorruptError."""
         length = len(self._store.read_tokens(sample)[0])
+        if self._teacher:
+            for name, values in self._store.read_teacher(sample).items():
+                self._teacher[name][:length] = values
         if self._store.manifest.codec not in QUANTISED:
             self._store.read_hidden(sample, self._layers, out=self._bits[:, :length].transpose(1, 0, 2))
             return length
@@ -222,9 +233,13 @@ class _SampleReader:
 
     def _room(self, layer: int) -> dict[str, NDArray[Any]]:
         return {
-            name: np.ones((1 if name == "first" else self._longest, *array.shape[1:]), array.dtype)
+            name: self._ones(1 if name == "first" else self._longest, array)
             for name, array in hidden_arrays(self._store.manifest, layer).items()
         }
+
+    @staticmethod
+    def _ones(num_rows: int, array: ArraySpec) -> NDArray[Any]:
+        return np.ones((num_rows, *array.shape[1:]), array.dtype)
 
 
 def _order(store: Store, token_budget: int, seed: int) -> Iterator[int]:
@@ -247,14 +262,11 @@ def _order(store: Store, token_budget: int, seed: int) -> Iterator[int]:
         left -= len(packs[0])
 
 
-def _files(store: Store, layers: list[int]) -> list[Path]:
-    """The objects of the hidden states of these layers."""
-    return [
-        store.path / array.object_path(shard)
-        for layer in layers
-        for array in hidden_arrays(store.manifest, layer).values()
-        for shard in range(store.num_shards)
-    ]
+def _files(store: Store, layers: list[int], teacher: Mapping[str, ArraySpec]) -> list[Path]:
+    """The objects of the tokens, of the hidden states of these layers, and of the teacher."""
+    hidden = [array for layer in layers for array in hidden_arrays(store.manifest, layer).values()]
+    arrays = [*token_arrays(store.manifest), *hidden, *teacher.values()]
+    return [store.path / array.object_path(shard) for array in arrays for shard in range(store.num_shards)]
 
 
 def _cached_share(files: list[Path]) -> float | None:

@@ -11,17 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import scale_arrays
-from cache_tools.errors import StoreError
-from cache_tools.files import write_file, writing
+from cache_tools.errors import CorruptError, StoreError
+from cache_tools.files import RUN_VERIFY, object_checksum, reading, write_file, writing
 from cache_tools.manifest import Manifest
-from cache_tools.seals import SCALES_SEAL, read_checked, read_manifest, scales_checksum, seal_content, shard_number
+from cache_tools.seals import (
+    SCALES_SEAL,
+    read_checked,
+    read_manifest,
+    scales_checksum,
+    seal_content,
+    seal_objects,
+    shard_number,
+)
 from cache_tools.shards import ObjectRecord, ShardedArray, write_array
 
 
 def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]]:
     """Static channel scales [hidden_size] by layer id; empty for lossless codecs.
 
-    Raises StoreError when they were not calibrated yet, CorruptError when they are damaged.
+    Raises StoreError when they were not calibrated yet, CorruptError when they are not those that were sealed: no
+    checksum of a chunk tells when layers are mixed up, and every state of a layer would be wrong.
     """
     arrays = scale_arrays(manifest)
     if arrays and not (root / SCALES_SEAL).exists():
@@ -30,7 +39,14 @@ def read_scales(root: Path, manifest: Manifest) -> dict[int, NDArray[np.float32]
             where=root,
             fix="run the `dflash-precompute run` command that made the store again",
         )
-    return {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
+    scales = {layer_id: ShardedArray(root, array).read_all() for layer_id, array in arrays.items()}
+    sealed = seal_objects(read_checked(root / SCALES_SEAL), root / SCALES_SEAL) if arrays else {}
+    for name in (array.object_path(0) for array in arrays.values()):
+        with reading(root / name):
+            content = (root / name).read_bytes()
+        if sealed.get(name) != ObjectRecord(len(content), f"{object_checksum(content):08x}"):
+            raise CorruptError("these are not the channel scales that were sealed", where=root / name, fix=RUN_VERIFY)
+    return scales
 
 
 def write_scales(path: Path, scales: Mapping[int, NDArray[np.float32]]) -> None:

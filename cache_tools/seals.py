@@ -166,6 +166,22 @@ def rejected_by_seal(root: Path, shard: int) -> frozenset[int]:
     return frozenset(item.sample for item in read_rejected(root / shard_seal(shard)))
 
 
+def require_listed(root: Path, shard: int, listed: frozenset[int]) -> None:
+    """Raises CorruptError when a shard's seal rejects a sample that is not among those `listed`; StoreError."""
+    lost = rejected_by_seal(root, shard) - listed
+    if lost:
+        raise unlisted_rejection(root, shard, min(lost))
+
+
+def unlisted_rejection(root: Path, shard: int, sample: int) -> CorruptError:
+    """The error for a sample that its shard's seal rejects and no list names."""
+    return CorruptError(
+        f"sample {sample} was rejected when hidden states were computed, but no list says so",
+        where=root / rejected_list(shard),
+        fix=RUN_VERIFY,
+    )
+
+
 def _parse_root(content: bytes, path: Path) -> Manifest:
     attributes = parse_json(content, path).get("attributes")
     plain = attributes.get("dflash") if isinstance(attributes, dict) else None

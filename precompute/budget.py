@@ -22,6 +22,7 @@ from cache_tools.arrays import (
 )
 from cache_tools.codecs import CRC_BYTES
 from cache_tools.errors import ConfigError
+from cache_tools.layout import padded_rows
 from cache_tools.manifest import Manifest
 from cache_tools.order import Permutation
 from cache_tools.seals import root_metadata, seal_content
@@ -38,7 +39,7 @@ _LONGEST_RECORD = ObjectRecord(10**15, "0" * 8)
 def largest_size(manifest: Manifest, lengths: NDArray[np.int64], files: Mapping[str, bytes]) -> int:
     """Bytes that all files of the store together have at most, for samples of these lengths."""
     layout = manifest.layout
-    chunks_of_samples = int((-(-lengths // layout.chunk_rows)).sum())
+    chunks_of_samples = padded_rows(lengths, layout.chunk_rows) // layout.chunk_rows
     sizes = [len(root_metadata(manifest)) + _ENGINE_BYTES, *map(len, files.values())]
     arrays = plan_arrays(manifest)
     sizes += [len(group_metadata({})) for _ in parent_groups(arrays)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -31,7 +31,7 @@ def plan(config: PrecomputeConfig, as_json: bool) -> None:
 
     planned_before = config.store is not None and config.store.exists()
     if config.store is not None and planned_before:
-        check_plan(config, config.store)
+        config = replace(config, chunk_rows=check_plan(config, config.store).layout.chunk_rows)
     planned = make_plan(config)
     report = plan_report(planned, config.store)
     click.echo(json.dumps(report, indent=2) if as_json else _plan_text(report))
@@ -89,7 +89,13 @@ def _plan_text(report: dict[str, Any]) -> str:
         f"tokens       {report['tokens']:,}, {report['supervised_share']:.1%} supervised",
         "lengths      " + "  ".join(f"{name} {value:,}" for name, value in report["lengths"].items()),
         f"bytes/token  {report['bytes_per_token']['uncompressed']:,.0f} uncompressed, "
-        f"{report['bytes_per_token']['expected']:,.0f} expected",
+        f"{report['bytes_per_token']['expected']:,.0f} expected, "
+        + (
+            "padding is compressed away"
+            if report["codec"] == "bf16"
+            else f"{report['padding_share']:.1%} padding included"
+        )
+        + f" (chunks of {report['chunk_rows']} rows)",
         f"hidden       {readable_bytes(size['uncompressed'])} uncompressed, "
         f"{readable_bytes(size['expected'])} expected"
         + (f" (estimate: 1/{EXPECTED_RATIO})" if report["codec"] == "bf16" else ""),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache_tools.codec_report import NUM_SAMPLES, CodecComparison, CodecReport, choose_samples
+from cache_tools.codec_report import NUM_SAMPLES, CodecComparison, CodecReport, choose_samples, planned_chunk_rows
 from cache_tools.errors import ConfigError, TargetError
 from cache_tools.integrity import CONSTANT, find_bad_layer
 from cache_tools.progress import progress_bar
@@ -29,7 +29,7 @@ def compare_codecs(config: CodecsConfig) -> CodecReport:
     planned = read_target(settings)
     samples = usable_samples(settings, planned, find_sources(config.data)).samples
     calibration, measured = choose_samples(samples.length, np.arange(len(samples)), config.target)
-    comparison = CodecComparison(planned.layer_ids, planned.spec.hidden_size, settings.chunk_rows)
+    comparison = CodecComparison(planned.layer_ids, planned.spec.hidden_size, planned_chunk_rows(samples.length))
     target = Target.load(
         config.target, layer_ids=planned.layer_ids, dtype=config.dtype, attention=config.attention, device=device
     )

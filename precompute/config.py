@@ -63,8 +63,10 @@ class PrecomputeConfig:
     """What to keep of the target's prediction, for distillation: none, hidden (its last hidden state where the next
     token is supervised), hidden:all (everywhere), or topk:K (its K likeliest next tokens)."""
 
-    chunk_rows: int = 64
-    """Tokens per chunk, the smallest part of the store that is read or checked by itself."""
+    chunk_rows: int | None = None
+    """Tokens per chunk, the smallest part of the store that is read or checked by itself; every sample is padded to
+    whole chunks. Default: 64 for bf16, which compresses padding away, else 64, 32 or 16, fewer the shorter the samples
+    are; for a store that exists, what it has."""
 
     shard_mb: int = 256
     """Size of one shard object before compression, in MB."""
@@ -93,9 +95,9 @@ class PrecomputeConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise ConfigError("no data given", fix="pass --data FILE, once per file or folder")
-        for name in ("num_draft_layers", "max_length", "min_supervised", "chunk_rows", "shard_mb", "batch_tokens"):
+        for name in ("num_draft_layers", "max_length", "min_supervised", "shard_mb", "batch_tokens"):
             self._require_positive(name)
-        for name in ("limit", "workers", "threads"):
+        for name in ("limit", "chunk_rows", "workers", "threads"):
             if getattr(self, name) is not None:
                 self._require_positive(name)
         if self.min_supervised > self.max_length:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cache_tools.errors import ConfigError, DataError, TargetError
 from cache_tools.layer_ids import default_layer_ids
-from cache_tools.layout import Layout, default_shard_rows, plan_layout
+from cache_tools.layout import Layout, default_chunk_rows, default_shard_rows, plan_layout
 from cache_tools.manifest import DataSpec, LayoutSpec, Manifest, SourceSpec, TargetSpec
 from cache_tools.progress import progress_bar
 from cache_tools.quantise import QUANTISED, arithmetic, parts
@@ -106,6 +106,9 @@ def plan(config: PrecomputeConfig) -> Plan:
     sources = find_sources(config.data)
     hashes = hash_sources(sources, config.threads)
     tokenised = usable_samples(config, target, sources)
+    # From all samples: --max-bytes must not choose among stores of different layouts.
+    chunk_rows = config.chunk_rows or default_chunk_rows(tokenised.samples.length, compressed=config.codec == "bf16")
+    config = dataclasses.replace(config, chunk_rows=chunk_rows)
 
     def size_of(indices: NDArray[np.int64]) -> int:
         planned = _plan_of(config, target, sources, hashes, tokenised.select(indices))
@@ -124,7 +127,8 @@ def _plan_of(
     hashes: list[str],
     tokenised: Tokenised,
 ) -> Plan:
-    """The plan for samples that are settled."""
+    """The plan for samples and rows per chunk that are settled."""
+    assert config.chunk_rows is not None
     lengths = tokenised.samples.length
     shard_rows = default_shard_rows(
         target.spec.hidden_size, int(lengths.max()), config.chunk_rows, config.shard_mb * _MB
@@ -200,7 +204,7 @@ def manifest_now(config: PrecomputeConfig, stored: Manifest) -> Manifest:
         codec=config.codec,
         arithmetic=arithmetic(config.codec),
         teacher=config.teacher,
-        layout=dataclasses.replace(stored.layout, chunk_rows=config.chunk_rows),
+        layout=dataclasses.replace(stored.layout, chunk_rows=config.chunk_rows or stored.layout.chunk_rows),
         data=DataSpec(sources=tuple(specs), settings=config.plan_settings(), skipped=stored.data.skipped),
     )
 

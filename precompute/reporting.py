@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_tools.arrays import ArraySpec, hidden_arrays, teacher_arrays
+from cache_tools.codec_names import Codec
 from cache_tools.errors import StoreError
+from cache_tools.layout import padded_rows
 from cache_tools.manifest import Manifest
 from cache_tools.teacher import Teacher
 from precompute.budget import largest_size
@@ -22,6 +24,7 @@ from precompute.planning import Plan, Tokenised
 EXPECTED_RATIO = 1.25
 SAFETY = 1.15
 _EXAMPLES_PER_REASON = 5
+_MB = 10**6
 _BYTES_PER_VALUE = 2
 _BYTES_PER_TOKEN_COLUMNS = 5  # int32 id and uint8 mask
 _QUANTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -45,6 +48,8 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
         "lengths": {name: int(np.percentile(lengths, q, method="lower")) for name, q in _QUANTILES.items()},
         "duplicates": int(len(samples) - len(np.unique(samples.content_id, axis=0))),
         "shards": manifest.layout.num_shards,
+        "chunk_rows": manifest.layout.chunk_rows,
+        "padding_share": round(padded_rows(lengths, manifest.layout.chunk_rows) / manifest.layout.num_tokens - 1, 6),
         "bytes_per_token": {
             name: round(size[name] / manifest.layout.num_tokens, 1) for name in ("uncompressed", "expected", "teacher")
         },
@@ -66,8 +71,9 @@ def plan_report(plan: Plan, store: Path | None) -> dict[str, Any]:
 def store_size(manifest: Manifest, lengths: NDArray[Any], num_supervised: int) -> dict[str, int]:
     """Bytes of a complete store with samples of these lengths, `num_supervised` of their tokens supervised.
 
-    `uncompressed` is what the hidden states take as plain bfloat16, `expected` what they take in the store's codec,
-    `teacher` what is kept of the target's prediction. `needed` is everything, with a margin where it is estimated.
+    `uncompressed` is what the hidden states take as plain bfloat16, `expected` what they take in the store's codec with
+    its padding, `teacher` what is kept of the target's prediction. `needed` is everything, with a margin where it is
+    estimated.
     """
     target = manifest.target
     uncompressed = manifest.layout.num_tokens * len(manifest.layer_ids) * target.hidden_size * _BYTES_PER_VALUE
@@ -79,20 +85,21 @@ def store_size(manifest: Manifest, lengths: NDArray[Any], num_supervised: int) -
         hidden_needed = int(expected * SAFETY)
     else:
         expected = hidden_needed = _uncompressed_arrays(manifest, lengths)
-    teacher = _teacher_bytes(manifest, num_supervised)
+    teacher = teacher_needed = _teacher_bytes(manifest, num_supervised)
+    if Teacher.parse(manifest.teacher).kind == "hidden":
+        teacher_needed = int(teacher * SAFETY)
     return {
         "uncompressed": uncompressed,
         "expected": expected,
         "teacher": teacher,
         "target": target_bytes,
-        "needed": hidden_needed + int(teacher * SAFETY) + target_bytes + columns,
+        "needed": hidden_needed + teacher_needed + target_bytes + columns,
     }
 
 
 def _uncompressed_arrays(manifest: Manifest, lengths: NDArray[Any]) -> int:
     """Hidden states of a codec without compression: whole chunks are written, and quantised first tokens as well."""
-    chunk_rows = manifest.layout.chunk_rows
-    num_rows = int((-(-lengths // chunk_rows) * chunk_rows).sum())
+    num_rows = padded_rows(lengths, manifest.layout.chunk_rows)
     arrays = hidden_arrays(manifest, manifest.layer_ids[0])
     layer = sum(_row_bytes(array) * (len(lengths) if name == "first" else num_rows) for name, array in arrays.items())
     return layer * len(manifest.layer_ids)
@@ -109,18 +116,33 @@ def _row_bytes(array: ArraySpec) -> int:
     return np.dtype(array.dtype).itemsize * math.prod(array.shape[1:])
 
 
-def require_space(store: Path, needed: int, codec: str) -> None:
+def require_space(store: Path, needed: int, codec: Codec) -> None:
     """Raises StoreError when fewer than `needed` bytes are free where `store` is or will be."""
     free = free_bytes(store)
-    if needed > free:
-        basis = "" if codec != "bf16" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
-        raise StoreError(
-            "the disk is too small for the store",
-            where=store,
-            got=f"{readable_bytes(free)} free",
-            expected=f"{readable_bytes(needed)} still to be written{basis}",
-            fix="free space, choose another disk with --store, or keep fewer layers or samples (--limit)",
-        )
+    if needed <= free:
+        return
+    basis = "" if codec != "bf16" else f" (estimate: compression {EXPECTED_RATIO}, plus {SAFETY - 1:.0%})"
+    smaller = _smaller_plans(free, codec)
+    if store.exists():
+        fix = f"free space, or move the store to another disk; a smaller one must be planned anew: {smaller}"
+    else:
+        fix = f"free space, choose another disk with --store, or plan a smaller store: {smaller}"
+    raise StoreError(
+        "the disk is too small for the store",
+        where=store,
+        got=f"{readable_bytes(free)} free",
+        expected=f"{readable_bytes(needed)} still to be written{basis}",
+        fix=fix,
+    )
+
+
+def _smaller_plans(free: int, codec: Codec) -> str:
+    """The settings that make a store smaller, the first choice first."""
+    lighter = {"bf16": "int8 or int4", "raw": "int8 or int4", "int8": "int4", "fp8": "int4", "int4": ""}[codec]
+    ways = [f"--codec {lighter}"] if lighter else []
+    ways.append("fewer --layer-ids")
+    ways.append(f"--max-bytes {free // _MB}MB for as many samples as fit" if free >= _MB else "fewer samples (--limit)")
+    return ", ".join(ways)
 
 
 def free_bytes(path: Path) -> int:

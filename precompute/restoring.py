@@ -48,7 +48,7 @@ def restore_plan(config: PrecomputeConfig, path: Path) -> list[str]:
     holder = temporary_path(path)
     with claimed_folder(holder):
         try:
-            planned = _named(plan(config), stored)
+            planned = _named(plan(_as_stored(config, stored)), stored)
             create_planned(planned, holder / "plan")
             _require_same_files(path, stored, planned.manifest, holder / "plan")
             return _move_over(holder / "plan", path, _root(config, path, stored, planned.manifest))
@@ -63,6 +63,11 @@ def _stored_manifest(path: Path) -> Manifest | None:
         return None
 
 
+def _as_stored(config: PrecomputeConfig, stored: Manifest | None) -> PrecomputeConfig:
+    """The settings with the rows per chunk of the store, whatever its lengths would make the default."""
+    return config if stored is None else dataclasses.replace(config, chunk_rows=stored.layout.chunk_rows)
+
+
 def _named(planned: Plan, stored: Manifest | None) -> Plan:
     """The plan with the target's name of the store: the folder may have been renamed since."""
     if stored is None:
@@ -74,7 +79,7 @@ def _named(planned: Plan, stored: Manifest | None) -> Plan:
 def _require_same_files(path: Path, stored: Manifest | None, planned: Manifest, remade: Path) -> None:
     """Raises StoreError unless something undamaged says that the store's files were the same."""
     old = _intact_seal(path / PLAN_SEAL)
-    if old is not None:
+    if old is not None and "bound" not in old:  # else it is the seal of something computed, in the wrong place
         new = read_checked(remade / PLAN_SEAL)
         if old != new:
             before, now = seal_objects(old, path / PLAN_SEAL), seal_objects(new, remade / PLAN_SEAL)

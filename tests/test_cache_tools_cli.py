@@ -65,6 +65,16 @@ def test_info_of_an_unfinished_store_counts_what_is_sealed(tmp_path: Path) -> No
     assert json.loads(run("info", planned.path, "--json").stdout)["hidden"]["ratio"] is None
 
 
+def test_info_never_counts_a_rejected_sample_whose_list_was_lost_as_usable(store: Store) -> None:
+    assert json.loads(run("info", store.path, "--json").stdout)["rejected_samples"] == 1
+    (lost,) = (store.path / "rejected").iterdir()
+    lost.unlink()
+    result = run("info", store.path)
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "sample 2 was rejected" in result.stderr and str(lost) in result.stderr
+    assert "dflash-cache verify" in result.stderr
+
+
 def test_info_for_people_shows_every_fact(store: Store) -> None:
     lines = run("info", store.path).stdout.splitlines()
     facts = json.loads(run("info", store.path, "--json").stdout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,9 @@ from cache_tools.errors import DflashError
 from cache_tools.layout import (
     TOKEN_CHUNK_ROWS,
     Layout,
+    default_chunk_rows,
     default_shard_rows,
+    padded_rows,
     plan_layout,
     round_up,
     token_chunk_rows,
@@ -111,3 +115,18 @@ def test_token_chunks_are_whole_chunks_and_divide_the_shard(num_chunks: int, chu
 def test_impossible_layouts_are_refused_in_words(lengths: list[int], chunk: int, shard: int, words: str) -> None:
     with pytest.raises(DflashError, match=words):
         plan_layout(np.array(lengths), chunk_rows=chunk, shard_rows=shard)
+
+
+@given(st.lists(st.one_of(st.integers(1, 40), st.integers(500, 9000)), min_size=1, max_size=40), st.randoms())
+def test_chunks_are_the_largest_that_pad_by_three_percent_at_most_or_the_smallest(
+    lengths: list[int], random: Any
+) -> None:
+    def padding(rows: int) -> float:
+        return sum(-length % rows for length in lengths) / sum(lengths)
+
+    found = default_chunk_rows(np.array(lengths), compressed=False)
+    assert found == next((rows for rows in (64, 32) if padding(rows) <= 0.03), 16)
+    assert padded_rows(np.array(lengths, np.int32), found) == sum(lengths) + sum(-length % found for length in lengths)
+    random.shuffle(lengths)
+    assert default_chunk_rows(np.array(lengths), compressed=False) == found
+    assert default_chunk_rows(np.array(lengths), compressed=True) == 64

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from cache_tools.codec_names import Codec
 from cache_tools.errors import StoreError
 from cache_tools.layout import plan_layout
-from cache_tools.manifest import Manifest, TargetAttributes
+from cache_tools.manifest import Difference, Manifest, TargetAttributes
+from cache_tools.quantise import arithmetic
 from cache_tools.synthetic import make_manifest
 
 
@@ -96,6 +98,27 @@ def test_differences_name_each_field_by_its_dotted_path(manifest: Manifest) -> N
         "data.settings.on_long": ("skip", None),
         "data.settings.nested.a": ([1, None, 0.5, True], None),
     }
+
+
+def test_another_codec_is_one_difference_and_its_arithmetic_none(manifest: Manifest) -> None:
+    made = {
+        codec: dataclasses.replace(manifest, codec=codec, arithmetic=arithmetic(codec)) for codec in get_args(Codec)
+    }
+    for stored in made.values():
+        for now in made.values():
+            shown = [f"codec: {stored.codec!r} in the store, {now.codec!r} now"] if stored is not now else []
+            assert list(map(str, stored.differences(now))) == shown
+
+
+def test_long_values_are_shown_where_they_begin_to_differ(manifest: Manifest) -> None:
+    other = manifest.tokenizer_sha256[:30] + "x" * 34
+    now = dataclasses.replace(manifest, tokenizer_sha256=other, arithmetic=manifest.arithmetic + " * 2" * 50)
+    assert {item.field for item in manifest.differences(now)} == {"tokenizer_sha256", "arithmetic"}
+    for item in manifest.differences(now):
+        stored, shown = str(item).removeprefix(f"{item.field}: ").removesuffix(" now").split(" in the store, ")
+        assert stored != shown and max(len(stored), len(shown)) <= 42
+        assert stored.strip("…") in repr(item.stored) and shown.strip("…") in repr(item.now)
+    assert str(Difference("layer_ids", [1, 2], [1, 3])) == "layer_ids: [1, 2] in the store, [1, 3] now"
 
 
 def test_the_plan_is_the_same_before_and_after_binding(manifest: Manifest) -> None:

@@ -12,13 +12,15 @@ import tensorstore
 import zarr
 from numpy.typing import NDArray
 
+from cache_tools.arrays import scale_arrays
 from cache_tools.codec_names import Codec
 from cache_tools.codecs import float32_to_bf16_bits
-from cache_tools.errors import StoreError
+from cache_tools.errors import CorruptError, StoreError
 from cache_tools.integrity import verify
 from cache_tools.quantise import GROUP_SIZE, QUANTISED, decode, encode, parts
 from cache_tools.reader import Store
 from cache_tools.seals import SCALES_SEAL
+from cache_tools.shards import write_array
 from cache_tools.synthetic import make_scales, make_store, sample_states
 from cache_tools.writer import ShardWriter
 
@@ -144,6 +146,18 @@ def test_damaged_first_tokens_name_their_sample(codec: Codec, tmp_path: Path) ->
     content[position * (2 * HIDDEN + 4)] ^= 1  # chunks of one row, each with its checksum
     path.write_bytes(content)
     assert [finding.samples for finding in verify(store.path)] == [(sample, sample)]
+
+
+def test_sound_channel_scales_other_than_the_sealed_ones_are_never_used(codec: Codec, tmp_path: Path) -> None:
+    store = quantised(tmp_path / "s", codec)
+    write_array(store.path, scale_arrays(store.manifest)[3], store.channel_scales[3] * 2)  # sound, and others'
+    assert [item.object for item in verify(store.path) if item.kind == "corrupt"] == ["hidden/3/channel_scale/c/0"]
+    fresh = Store.open(store.path)
+    with pytest.raises(CorruptError, match=r"not the channel scales(.|\n)*hidden/3/channel_scale"):
+        fresh.read_hidden(0)
+    (store.path / "sealed/0.json").unlink()
+    with pytest.raises(CorruptError, match="not the channel scales"):
+        ShardWriter(store.path, store.manifest, 0)
 
 
 def test_no_shard_is_written_before_the_scales_are_sealed(codec: Codec, tmp_path: Path) -> None:

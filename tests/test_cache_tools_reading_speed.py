@@ -50,11 +50,37 @@ def test_every_usable_sample_is_read_once_with_all_layers(
     assert sorted(calls) == read
 
 
+def bytes_of(store: Store, *groups: str) -> int:
+    """Bytes of the objects of some groups of arrays, without the channel scales, which are read once."""
+    paths = [path for group in groups for path in (store.path / group).rglob("c/**/*") if path.is_file()]
+    return sum(path.stat().st_size for path in paths if "channel_scale" not in path.parts)
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk:3"])
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_what_the_store_holds_of_a_teacher_is_read_and_counted_unless_left_out(
+    teacher: str, codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = made(tmp_path / "s", codec, teacher=teacher, rejected=(3,))
+    original, read = store.read_teacher, []
+
+    def counted(sample: int) -> dict[str, NDArray[Any]]:
+        read.append(sample)
+        return original(sample)
+
+    monkeypatch.setattr(store, "read_teacher", counted)
+    with_it, without = measure(store, **SETTINGS), measure(store, with_teacher=False, **SETTINGS)
+    assert sorted(read) == sorted(set(range(store.num_samples)) - store.rejected)
+    assert (with_it.with_teacher, without.with_teacher) == (True, False)
+    assert with_it.bytes_per_token == pytest.approx(bytes_of(store, "tokens", "hidden", "last") / sum(LENGTHS))
+    assert without.bytes_per_token == pytest.approx(bytes_of(store, "tokens", "hidden") / sum(LENGTHS))
+    assert "teacher" in report_lines(with_it)[0] and "teacher" not in report_lines(without)[0]
+
+
 def test_rates_follow_from_counts(tmp_path: Path) -> None:
     store = made(tmp_path / "s")
     speed = measure(store, gpu_tokens_per_s=10.0, **SETTINGS)
-    objects = [path for path in (store.path / "hidden").rglob("*") if path.is_file() and path.name != "zarr.json"]
-    assert speed.bytes_per_token == pytest.approx(sum(path.stat().st_size for path in objects) / sum(LENGTHS))
+    assert speed.bytes_per_token == pytest.approx(bytes_of(store, "tokens", "hidden") / sum(LENGTHS))
     assert speed.tokens_per_s * speed.seconds == pytest.approx(speed.tokens)
     assert speed.gpus == pytest.approx(speed.tokens_per_s / 10)
     assert 0 < speed.p50_ms <= speed.p99_ms <= speed.seconds * 1e3
@@ -91,7 +117,7 @@ def test_dropped_files_are_not_in_the_page_cache_and_read_ones_are(tmp_path: Pat
 
 def speed_with(cached_before: float | None, cold: bool) -> ReadingSpeed:
     return ReadingSpeed(
-        seconds=2.0, samples=4, tokens=100_000, bytes_per_token=20_000, p50_ms=1, p99_ms=2,
+        seconds=2.0, samples=4, tokens=100_000, bytes_per_token=20_000, p50_ms=1, p99_ms=2, with_teacher=False,
         cold=cold, cached_before=cached_before, cached_after=1.0, whole_store=False, gpu_tokens_per_s=20_000,
     )  # fmt: skip
 
@@ -119,5 +145,10 @@ def test_the_command_prints_lines_and_json(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "the whole store" in shown.output and "GPUs" in shown.output
     found = json.loads(CliRunner().invoke(main, ["bench", path, "--json"]).output)
+    assert found["with_teacher"] is False
     assert found["samples"] == len(LENGTHS)
     assert np.isclose(found["gpus"], found["tokens_per_s"] / 20_000)
+    path = str(made(tmp_path / "t", teacher="topk:3").path)
+    for more, expected in ([], True), (["--no-teacher"], False):
+        found = json.loads(CliRunner().invoke(main, ["bench", path, "--json", *more]).output)
+        assert found["with_teacher"] is expected

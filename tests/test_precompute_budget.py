@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from precompute_cases import SMALL_SHARD_BYTES, chats, make_precompute_config, make_target, write_jsonl
+from precompute_cases import chats, make_precompute_config, make_target, write_jsonl
 
 from cache_tools.errors import ConfigError, StoreError
 from cache_tools.integrity import verify
@@ -24,6 +26,9 @@ from precompute.run import run
 from precompute.target import Target
 
 NUM_ROWS = 60
+DiskUsage = namedtuple("DiskUsage", "total used free")
+
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +39,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", [*chats(NUM_ROWS), {"messages": 1}])
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
 
 
 def sources(path: Path) -> set[int]:
@@ -75,6 +75,18 @@ def test_the_store_is_complete_and_never_larger_even_if_nothing_compresses(
         assert store.manifest.data.sources[0].num_samples == store.num_samples
         assert (left_out == 0) == (share > 1)
     assert kept[0] < kept[1] < kept[2]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "raw", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("teacher", ["none", "hidden", "hidden:all", "topk:8", "topk:400"])
+def test_a_store_planned_for_the_free_bytes_is_never_refused_for_want_of_space(
+    codec: Any, teacher: str, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"codec": codec, "teacher": teacher, "loss_on": "all"}
+    free = int(plan_report(plan(make_precompute_config(target, data, **settings)), None)["largest_bytes"] * 0.8)
+    planned = plan(make_precompute_config(target, data, **settings, max_bytes=str(free)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(free, 0, free))
+    assert plan_report(planned, tmp_path)["fits"] is True
 
 
 def test_what_is_not_compressed_fills_the_bytes_allowed(target: Path, data: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from precompute_cases import chats, make_precompute_config, make_target, write_jsonl
 
-from cache_tools.codec_report import CodecComparison, choose_samples
+from cache_tools.codec_report import CodecComparison, choose_samples, planned_chunk_rows
 from cache_tools.errors import ConfigError
 from cache_tools.reader import Store
 from precompute.cli import main
@@ -27,7 +27,7 @@ def test_a_target_gives_the_numbers_that_its_store_gives(tmp_path: Path) -> None
     place = {int(row): sample for sample, row in enumerate(store.samples.row)}
     lengths = store.samples.length[[place[row] for row in range(12)]]
     calibration, measured = choose_samples(lengths, np.arange(12), "")
-    comparison = CodecComparison(store.layer_ids, store.hidden_size, 64)
+    comparison = CodecComparison(store.layer_ids, store.hidden_size, planned_chunk_rows(lengths))
     for row in calibration:
         comparison.calibrate(store.read_hidden(place[row]))
     for row in measured:

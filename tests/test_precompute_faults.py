@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 from precompute_cases import (
     SMALL_SHARD_BYTES,
-    chats,
     directory_bytes,
     make_precompute_config,
-    make_target,
-    write_jsonl,
 )
 
 from cache_tools.errors import StoreError
@@ -29,20 +26,7 @@ from precompute.run import run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", chats(30))
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from cache_tools.reader import Store
 from precompute.cli import main
 from precompute.config import PrecomputeConfig
 from precompute.planning import plan
-from precompute.reporting import plan_report
+from precompute.reporting import plan_report, require_space
 from precompute.run import write_plan
 from precompute.samples import SampleBuffer
 from precompute.tokenizing import Tokens
@@ -98,7 +98,24 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(
         write_plan(planned, tmp_path / "s")
     assert "3.0 kB free" in str(caught.value)
     assert ("estimate" in str(caught.value)) == (codec == "bf16")
+    assert "fewer samples (--limit)" in str(caught.value)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("codec", "lighter"), [("bf16", "int8 or int4"), ("raw", "int8 or int4"), ("fp8", "int4"), ("int4", None)]
+)
+def test_a_small_disk_names_every_way_to_a_smaller_store(
+    codec: Any, lighter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(10**9, 0, 2_999_999))
+    for path, ways in ((tmp_path / "new", "--store, or plan a smaller store"), (tmp_path, "move the store")):
+        with pytest.raises(StoreError) as caught:
+            require_space(path, 3_000_000, codec)
+        fix = str(caught.value.fix)
+        assert fix.startswith("free space") and ways in fix and "--layer-ids" in fix and "--max-bytes 2MB" in fix
+        assert (f"--codec {lighter}" in fix) if lighter else ("--codec" not in fix)
+    require_space(tmp_path, 2_999_999, codec)
 
 
 def test_data_without_any_sample_is_an_error_with_the_histogram(target: Path, tmp_path: Path) -> None:

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 from precompute_cases import (
-    SMALL_SHARD_BYTES,
     Kind,
-    chats,
     directory_bytes,
     make_precompute_config,
     make_target,
-    write_jsonl,
 )
 from transformers import AutoModelForCausalLM
 
@@ -32,20 +29,7 @@ from precompute.reporting import plan_report
 from precompute.run import run, write_plan
 from precompute.target import Target
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", chats(20))
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def computed(target: Path, data: Path, path: Path, **changes: Any) -> Store:
@@ -141,7 +125,7 @@ def test_channel_scales_that_no_sample_can_give_are_a_target_error(
         return [first, torch.full_like(second, torch.nan)]
 
     monkeypatch.setattr(Target, "hidden_states", broken)
-    with pytest.raises(TargetError, match=r"layer 2(.|\n)*NaN or Inf in each of 20 samples"):
+    with pytest.raises(TargetError, match=r"layer 2(.|\n)*NaN or Inf in each of 30 samples"):
         computed(target, data, tmp_path / "store", codec="int8", on_bad=on_bad)
     assert not Store.open(tmp_path / "store").sealed
 

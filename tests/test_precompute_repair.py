@@ -24,6 +24,7 @@ from precompute_cases import (
     make_target,
     write_jsonl,
 )
+from repair_cases import Case, RejectsSome, damage, set_conditions
 
 from cache_tools.errors import StoreError
 from cache_tools.integrity import verify
@@ -35,23 +36,6 @@ from precompute.run import run
 from precompute.target import Target
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A complete store, never to be changed, and what made it."""
-
-    config: PrecomputeConfig
-    content: dict[str, bytes]
-
-    @property
-    def store(self) -> Path:
-        assert self.config.store is not None
-        return self.config.store
-
-    def copy(self, folder: Path) -> PrecomputeConfig:
-        """The settings of a copy of the store."""
-        return dataclasses.replace(self.config, store=Path(shutil.copytree(self.store, folder / "store")))
 
 
 @pytest.fixture(scope="module")
@@ -67,25 +51,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(dataclasses.replace(config, on_bad="skip"), directory_bytes(folder / "store"))
 
 
-class RejectsSome:
-    """Calls the samples unusable whose states have as many rows as the first that it sees."""
-
-    def __init__(self) -> None:
-        self.rows: int | None = None
-
-    def __call__(self, hidden: Any) -> str | None:
-        self.rows = self.rows or len(hidden)
-        return "all zero" if len(hidden) == self.rows else None
-
-
-def set_conditions(patch: pytest.MonkeyPatch, case: Case) -> None:
-    """Shards as small and samples as unusable as when the store was made."""
-    patch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
-    rejects = RejectsSome()
-    rejects.rows = int(Store.open(case.store).samples.length[0])
-    patch.setattr("precompute.sink.find_bad_layer", rejects)
-
-
 @pytest.fixture(scope="module")
 def quantised(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """The same in a quantised codec and with a teacher."""
@@ -99,20 +64,6 @@ def quantised(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(autouse=True)
 def same_conditions(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     set_conditions(monkeypatch, case)
-
-
-def damage(file: Path, how: str, chance: random.Random) -> None:
-    """Flips a bit of a file, cuts it, deletes it, or writes something else in its place."""
-    content = bytearray(file.read_bytes())
-    if how == "flip":
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        file.write_bytes(content)
-    elif how == "cut":
-        file.write_bytes(content[: chance.randrange(len(content))])
-    elif how == "delete":
-        file.unlink()
-    else:
-        file.write_bytes(b'{"nonsense": 1}')
 
 
 KINDS = {
@@ -235,6 +186,13 @@ def test_a_shard_of_another_store_is_found_and_computed_again(case: Case, tmp_pa
     assert directory_bytes(tmp_path / "store") == case.content
 
 
+def test_the_seal_of_a_shard_in_the_place_of_the_plans_is_not_taken_for_it(case: Case, tmp_path: Path) -> None:
+    config = case.copy(tmp_path)
+    shutil.copy(tmp_path / "store/sealed/1.json", tmp_path / "store/sealed/plan.json")
+    assert repair(config).run.computed_shards == 0
+    assert directory_bytes(tmp_path / "store") == case.content
+
+
 def test_an_undamaged_store_stays_as_it_is_and_foreign_files_stay_too(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +301,7 @@ KILLED_REPAIR = """
 import os, signal, sys
 sys.path[:0] = [{repository!r}, {tests!r}]
 import precompute.planning, precompute.sink
-from test_precompute_repair import RejectsSome
+from repair_cases import RejectsSome
 precompute.planning._MB = {small}
 precompute.sink.find_bad_layer = rejects = RejectsSome()
 rejects.rows = {rows}

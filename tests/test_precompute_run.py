@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 from precompute_cases import (
     CHATML,
-    SMALL_SHARD_BYTES,
     Kind,
     chats,
     directory_bytes,
@@ -41,20 +40,7 @@ from precompute.target import Target
 
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", chats(30))
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 @pytest.fixture

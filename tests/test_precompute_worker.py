@@ -16,7 +16,6 @@ from precompute_cases import (
     chats,
     directory_bytes,
     make_precompute_config,
-    make_target,
     write_jsonl,
 )
 
@@ -24,16 +23,6 @@ from cache_tools.integrity import verify
 from precompute.run import run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.planning._MB", SMALL_SHARD_BYTES)
 
 
 RUN_WITH_SMALL_SHARDS = """
@@ -44,6 +33,8 @@ precompute.planning._MB = {small}
 from precompute.cli import main
 main(sys.argv[1:])
 """
+
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def start_run(target: Path, data: Path, store: Path, workers: int = 1) -> subprocess.Popen[bytes]:

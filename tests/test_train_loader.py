@@ -291,12 +291,6 @@ def without(sample: int, pack: tuple[Any, ...]) -> tuple[Any, ...]:
     return samples, bounds, ids, mask, positions, features
 
 
-def test_a_bug_is_never_taken_for_an_unreadable_sample(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken_read(monkeypatch, store, 0, AssertionError("a bug"), num_failures=100)
-    with make_loader(store, skip_unreadable=True) as loader, pytest.raises(AssertionError, match="a bug"):
-        read(loader, 20)
-
-
 def steps_of(plan: PackPlan, num_steps: int) -> Iterator[list[NDArray[np.int64]]]:
     cursor = PackCursor()
     for _ in range(num_steps):
@@ -304,12 +298,14 @@ def steps_of(plan: PackPlan, num_steps: int) -> Iterator[list[NDArray[np.int64]]
         yield packs
 
 
-@pytest.mark.parametrize("error", [CorruptError("bad checksum", where="shard 3"), AssertionError("a bug")])
-def test_other_errors_reach_the_consumer_as_they_are(
-    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize(
+    ("error", "skip"), [(CorruptError("bad checksum"), False), (AssertionError("a bug"), False), (ValueError(), True)]
+)
+def test_other_errors_reach_the_consumer_as_they_are_and_a_bug_is_never_skipped(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, skip: bool
 ) -> None:
     broken_read(monkeypatch, store, 0, error, num_failures=100)
-    with make_loader(store) as loader, pytest.raises(type(error)) as caught:
+    with make_loader(store, skip_unreadable=skip) as loader, pytest.raises(type(error)) as caught:
         read(loader, 20)
     assert caught.value is error
 
@@ -390,22 +386,12 @@ def test_a_forgotten_loader_stops_its_threads(store: Store) -> None:
     check_pack(batch.packs[0], store)
 
 
-def test_a_layer_that_is_not_stored_is_refused(store: Store) -> None:
+def test_what_cannot_be_trained_on_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"\[3, 5\](.|\n)*\[1, 2, 3\]"):
         make_loader(store, layer_ids=(3, 5))
-
-
-def test_an_incomplete_store_is_refused(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s.zarr", LENGTHS, layer_ids=LAYERS[::-1], shards=[0])
+    part = make_store(tmp_path / "s.zarr", LENGTHS, layer_ids=LAYERS[::-1], shards=[0])
     with pytest.raises(StoreError, match="not complete"):
-        make_loader(store)
-
-
-def test_samples_outside_the_store_are_refused(store: Store) -> None:
-    with pytest.raises(ConfigError, match="no such sample"):
-        plan_of(store, samples=np.array([0, len(LENGTHS)]))
-
-
-def test_nothing_left_to_train_on_is_refused(store: Store) -> None:
-    with pytest.raises(ConfigError, match="no samples"):
-        plan_of(store, samples=np.array([], dtype=np.int64))
+        make_loader(part)
+    for samples, message in (([0, len(LENGTHS)], "no such sample"), ([], "no samples")):
+        with pytest.raises(ConfigError, match=message):
+            plan_of(store, samples=np.array(samples, dtype=np.int64))
