@@ -30,6 +30,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is mounted read-only: mount it writable, or use another place",
     errno.EMFILE: "too many open files: raise the limit (`ulimit -n`), then run the same command again",
     errno.EFBIG: "the file is larger than allowed here: raise the limit (`ulimit -f`), or make smaller shards",
+    errno.EISDIR: "a folder lies where a file belongs: move it away, then run the same command again",
     errno.EIO: "the disk reports an input/output error: check it, then run the same command again",
 }
 
