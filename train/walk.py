@@ -57,6 +57,13 @@ def answer_spans(
     return Spans(first, np.minimum(last, limit), last > limit)
 
 
+def samples_of_answers(pack: Pack) -> list[int]:
+    """The store's sample of each answer of a pack, in the order of `walk_answers`."""
+    cu_seqlens = pack.cu_seqlens.numpy()
+    first = answer_spans(pack.loss_mask.numpy(), cu_seqlens).first
+    return [pack.samples[document] for document in np.searchsorted(cu_seqlens, first, side="right") - 1]
+
+
 @torch.no_grad()
 def walk_answers(
     drafter: DFlashDrafter,
