@@ -198,7 +198,7 @@ def test_features_are_outputs_of_the_tapped_layers_even_of_the_last(kind: str) -
 
 def test_features_of_taps_in_any_order_come_in_that_order() -> None:
     target, tokens = tiny_target("dense"), prompt_of(7)
-    ascending = features_of(target, tokens).split(HIDDEN, dim=1)
+    ascending = features_of(target, tokens).view(len(tokens), len(TAPS), HIDDEN).unbind(1)
     with torch.no_grad(), TargetState(target, (3, 0, 2)) as state:
         state.prefill(tokens)
         assert torch.equal(state.features(), torch.cat([ascending[TAPS.index(i)] for i in (3, 0, 2)], dim=1))

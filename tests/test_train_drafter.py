@@ -179,7 +179,7 @@ def test_angles_for_bfloat16_are_rounded_last_so_that_far_positions_keep_apart()
     for rounded, exact in zip(
         rotary.table(positions, torch.bfloat16), rotary.table(positions, torch.float32), strict=True
     ):
-        assert torch.equal(rounded, exact.bfloat16()) and len(exact.unique(dim=0)) == len(positions)
+        assert torch.equal(rounded, exact.bfloat16()) and (exact[1:] != exact[:-1]).flatten(1).any(1).all()
 
 
 def test_bfloat16_autocast_stays_close_to_float32_and_reaches_every_parameter() -> None:

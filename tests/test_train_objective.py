@@ -113,7 +113,7 @@ HALF, QUARTER = log(2), log(2 / 3)  # logits of the label beside two of 0 that m
 # Block 1 has labels of probability 1/2, 1/4, 1/2 and cross entropies of 1, 2, 1 times ln 2; block 2 has one of 1/2 and
 # runs out of its document. Decay with exp(-1 / gamma) = 1/2. D-PACE smooths to 3/4, 5/8, 3/4: chances to come as far
 # 96/128, 60/128, 45/128, and in block 2 96/128. Last, the mean loss in ln 2:
-BY_HAND = {
+BY_HAND: dict[str, tuple[list[list[float]], float]] = {
     "uniform": ([[0, 1, 1, 1], [0, 1, 0, 0]], (1 + 2 + 1 + 1) / 4),
     "decay": ([[0, 1, 1 / 2, 1 / 4], [0, 1, 0, 0]], (1 + 2 / 2 + 1 / 4 + 1) / 2.75),
     "dpace": ([[0, 201 / 128, 105 / 128, 45 / 128], [0, 96 / 128, 0, 0]], (201 + 2 * 105 + 45 + 96) / 447),
@@ -129,9 +129,10 @@ def test_weights_and_mean_loss_of_two_blocks_computed_by_hand(kind: Literal["uni
     valid = torch.tensor([[False, True, True, True], [False, True, False, False]])
     weights = slot_weights(valid, kind, gamma=1 / log(2))
     output = block_loss(hidden, labels, weights, OutputHead(torch.eye(3)), streak_aware=kind == "dpace")
-    expected, mean_loss = BY_HAND[kind]
-    torch.testing.assert_close(output.weights, torch.tensor(expected, dtype=torch.float32))
-    assert output.sums.weight.item() == pytest.approx(sum(map(sum, expected)))
+    rows, mean_loss = BY_HAND[kind]
+    expected = torch.tensor(rows, dtype=torch.float32)
+    torch.testing.assert_close(output.weights, expected)
+    assert output.sums.weight.item() == pytest.approx(expected.sum().item())
     assert output.sums.mean_loss == pytest.approx(mean_loss * log(2))
 
 

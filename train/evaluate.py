@@ -32,9 +32,10 @@ def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, 
     """Decodes every prompt with the drafter and, unless `config.plain` is off, without it.
 
     Returns a report for JSON: over all prompts, and the same for every file in `files`, there with `answers`, the rows
-    of `answer_rows` in the order of the prompts. Beside what `acceptance_report` gives, speeds are tokens per second after the prompt's pass. `identical` counts requests whose
-    answer is the same token for token with and without drafter; drawn answers are not compared. A number that needs
-    more than an answer's first token, which the prompt's pass makes, is None when no answer had more.
+    of `answer_rows` in the order of the prompts. Beside what `acceptance_report` gives, speeds are tokens per second
+    after the prompt's pass. `identical` counts requests whose answer is the same token for token with and without
+    drafter; drawn answers are not compared. A number that needs more than an answer's first token, which the prompt's
+    pass makes, is None when no answer had more.
 
     Raises ConfigError, TargetError, DataError or CheckpointError for what cannot be loaded or does not fit.
     """
