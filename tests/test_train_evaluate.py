@@ -11,6 +11,7 @@ import pytest
 import torch
 from precompute_cases import STRIPS_THINKING, VOCAB_SIZE, chat, chats, make_target, write_jsonl
 from test_precompute_tokenizing import one, supervised
+from test_train_decoding import tiny_target
 
 from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetError
 from train import evaluate as module
@@ -208,3 +209,14 @@ def test_the_prompt_is_what_training_saw_before_the_answer_with_and_without_thin
         config = make_config(tmp_path / "target", drafter, prompts, template_args=arguments)
         ids[value] = module._prompt(where, messages, tokenizer, loaded, config).tolist()
     assert ids[thinks] == stored.input_ids[: int(stored.loss_mask.argmax())].tolist() != ids[not thinks]
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding"])
+def test_blocks_are_embedded_as_the_target_embeds_also_where_it_scales(kind: str) -> None:
+    model = tiny_target(kind)
+    embed = model.get_input_embeddings()
+    scales = not torch.equal(embed(torch.tensor([3])), embed.weight[3:4])
+    assert scales == (kind == "sliding"), "Gemma multiplies by the root of the width"
+    with torch.no_grad():
+        assert torch.equal(module.target_parts(model).embedding, embed(torch.arange(len(embed.weight))))
+    assert (module.target_parts(model).embedding.data_ptr() == embed.weight.data_ptr()) == (not scales)

@@ -113,8 +113,16 @@ def _chooser(config: EvalConfig, number: int, device: torch.device) -> Chooser:
 
 
 def target_parts(target: Any) -> TargetParts:
-    """Embedding and output head of a loaded target, by module. Its final norm is not needed to draft."""
-    embedding = target.get_input_embeddings().weight.detach()
+    """Embedding and output head of a loaded target, by module. Its final norm is not needed to draft.
+
+    The embedding is what its module returns, as in a store: some targets scale its weight on the way.
+    """
+    embed = target.get_input_embeddings()
+    embedding: Tensor = embed.weight.detach()
+    tokens = torch.arange(embedding.shape[0], device=embedding.device)
+    with torch.no_grad():
+        if not torch.equal(embed(tokens[:8]), embedding[:8]):
+            embedding = embed(tokens)
     head = target.get_output_embeddings().weight.detach()
     unused = torch.ones(embedding.shape[1], device=embedding.device)
     return TargetParts(embedding=embedding, lm_head=head, norm_weight=unused, norm_eps=0.0, norm_adds_one=False)
