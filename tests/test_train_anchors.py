@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from train.anchors import block_targets, block_tokens, candidates, sample_anchors, slot_weights, streak_weights
+from train.config import TrainConfig, default_gamma
 
 Documents = list[list[bool]]
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=25), min_size=1, max_size=6)
@@ -130,6 +133,14 @@ def test_streak_weights_are_the_sensitivity_of_the_expected_streak(seed: int) ->
 def test_streak_weights_carry_no_gradient() -> None:
     probability = torch.full((1, 3), 0.5, requires_grad=True)
     assert not streak_weights(probability, torch.tensor([[False, True, True]])).requires_grad
+
+
+def test_slots_weigh_by_the_papers_decay_unless_something_else_is_asked_for() -> None:
+    """Appendix A.1: gamma 7, 5, 4 for blocks of 16, 10, 8. Without decay, or with a slow one, late slots count most."""
+    for block_size, gamma in ((16, 7.0), (10, 5.0), (8, 4.0)):
+        config = TrainConfig(store=Path("s"), out=Path("r"), block_size=block_size, mask_token_id=1)
+        assert (config.slot_weights, config.slot_gamma) == ("decay", gamma)
+    assert default_gamma(12) == pytest.approx(12 / 2.2)
 
 
 def test_weights_before_the_drafter_has_run() -> None:

@@ -162,6 +162,22 @@ def test_tiles_are_skipped_only_when_empty_and_unmasked_only_when_full(block_siz
         assert not (partial & ~some).any(), "a tile is computed for nothing"
 
 
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("block_size", [8, 6])
+def test_the_tile_mask_answers_for_whole_tiles_also_past_the_last_block(block_size: int, window: int | None) -> None:
+    anchors, cu_seqlens = long_pack(block_size)
+    masks = FlexMasks(anchors, BlockLayout(anchors, cu_seqlens, block_size).starts, 900, block_size)
+    num_queries = len(anchors) * block_size
+    queries = torch.arange(-(-num_queries // TILE) * TILE)[:, None]
+    assert len(queries) > num_queries
+    zero = torch.tensor(0)
+    seen = masks._mask_mod(window)(zero, zero, queries, torch.arange(masks.padded_rows + len(queries)))[:num_queries]
+    cells = torch.from_numpy(visible_cell_by_cell(anchors.tolist(), cu_seqlens.tolist(), block_size, window))
+    context, own = cells.split([900, num_queries], dim=1)  # type: ignore[no-untyped-call]  # torch has no types here
+    assert torch.equal(seen[:, :900], context) and not seen[:, 900 : masks.padded_rows].any()
+    assert torch.equal(seen[:, masks.padded_rows :][:, :num_queries], own)
+
+
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
 def test_decoding_form_equals_the_block_at_the_end_of_one_document(num_rows: int, window: int | None) -> None:

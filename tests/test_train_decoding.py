@@ -196,6 +196,14 @@ def test_features_are_outputs_of_the_tapped_layers_even_of_the_last(kind: str) -
     torch.testing.assert_close(last, states[NUM_LAYERS][0])
 
 
+def test_features_of_taps_in_any_order_come_in_that_order() -> None:
+    target, tokens = tiny_target("dense"), prompt_of(7)
+    ascending = features_of(target, tokens).view(len(tokens), len(TAPS), HIDDEN).unbind(1)
+    with torch.no_grad(), TargetState(target, (3, 0, 2)) as state:
+        state.prefill(tokens)
+        assert torch.equal(state.features(), torch.cat([ascending[TAPS.index(i)] for i in (3, 0, 2)], dim=1))
+
+
 def test_no_hook_stays_on_the_target() -> None:
     target = tiny_target("dense")
     before = [len(layer._forward_hooks) for layer in target.get_decoder().layers]

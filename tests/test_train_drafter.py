@@ -173,6 +173,15 @@ def test_casting_to_bfloat16_leaves_rotary_angles_in_float32() -> None:
     torch.testing.assert_close(before[0][:, 0].double(), angles.cos(), rtol=0, atol=4e-3)
 
 
+def test_angles_for_bfloat16_are_rounded_last_so_that_far_positions_keep_apart() -> None:
+    """bfloat16 has 8 bits: positions from 256 on, or frequencies, rounded to it would turn by other angles."""
+    rotary, positions = DFlashDrafter(tiny_config(FULL)).to(torch.bfloat16).rotary, torch.arange(40_000, 40_064)
+    for rounded, exact in zip(
+        rotary.table(positions, torch.bfloat16), rotary.table(positions, torch.float32), strict=True
+    ):
+        assert torch.equal(rounded, exact.bfloat16()) and (exact[1:] != exact[:-1]).flatten(1).any(1).all()
+
+
 def test_bfloat16_autocast_stays_close_to_float32_and_reaches_every_parameter() -> None:
     drafter, (features, block_embeds) = DFlashDrafter(tiny_config(SLIDING, FULL), seed=3), inputs()
     expected = run(drafter, features, block_embeds)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from precompute_cases import VOCAB_SIZE, chat, chats, make_target, write_jsonl
+from precompute_cases import STRIPS_THINKING, VOCAB_SIZE, chat, chats, make_target, write_jsonl
+from test_precompute_tokenizing import one, supervised
+from test_train_decoding import tiny_target
 
 from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetError
 from train import evaluate as module
@@ -181,3 +183,40 @@ def test_template_arguments_reach_the_prompt(target: Path, drafter: Path, tmp_pa
     config = make_config(tmp_path / "target", drafter, prompts, max_new_tokens=1, template_args=('tail="bye"',))
     ids = module._prompt("here", messages, tokenizer, loaded, config)
     assert tokenizer.decode(ids) == "hellobye"
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_the_prompt_is_what_training_saw_before_the_answer_with_and_without_thinking(
+    target: Path, drafter: Path, tmp_path: Path, thinks: bool
+) -> None:
+    """A drafter of answers without thinking is judged behind the empty block that switches it off, and the other way
+    round; judged in the other mode it would look far worse than it is."""
+    row = chat("hello", "good day")
+    if thinks:
+        row["messages"][1]["reasoning_content"] = "how are you"
+    variables = {"enable_thinking": thinks}
+    stored = one(STRIPS_THINKING, row, template_args=variables)
+    (answer,) = supervised(STRIPS_THINKING, stored)
+    assert ("<think>" in answer) == thinks
+    shutil.copytree(target, tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").write_text(STRIPS_THINKING)
+    loaded, tokenizer = module._load_target(tmp_path / "target", torch.device("cpu"), torch.float32)
+    prompts = write_jsonl(tmp_path / "p.jsonl", [row])
+    ((where, messages),) = module._rows(prompts, None)
+    ids = {}
+    for value in (True, False):
+        arguments = (f"enable_thinking={json.dumps(value)}",)
+        config = make_config(tmp_path / "target", drafter, prompts, template_args=arguments)
+        ids[value] = module._prompt(where, messages, tokenizer, loaded, config).tolist()
+    assert ids[thinks] == stored.input_ids[: int(stored.loss_mask.argmax())].tolist() != ids[not thinks]
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding"])
+def test_blocks_are_embedded_as_the_target_embeds_also_where_it_scales(kind: str) -> None:
+    model = tiny_target(kind)
+    embed = model.get_input_embeddings()
+    scales = not torch.equal(embed(torch.tensor([3])), embed.weight[3:4])
+    assert scales == (kind == "sliding"), "Gemma multiplies by the root of the width"
+    with torch.no_grad():
+        assert torch.equal(module.target_parts(model).embedding, embed(torch.arange(len(embed.weight))))
+    assert (module.target_parts(model).embedding.data_ptr() == embed.weight.data_ptr()) == (not scales)

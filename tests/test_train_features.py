@@ -90,6 +90,19 @@ def test_noise_has_the_asked_size_relative_to_its_layer() -> None:
     assert torch.allclose(spread, torch.full_like(spread, 0.05), rtol=0.1)
 
 
+def test_noise_of_a_run_is_measured_against_each_layer_by_itself_and_is_off_by_default(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deep layers are much larger than shallow ones: one size for all would drown these."""
+    rms = torch.tensor([[3.0, 4.0] * 8, [30.0, 40.0] * 8])
+    monkeypatch.setattr("train.state.channel_rms", lambda *_, **__: rms)
+    for whiten, expected in ((True, torch.ones(2)), (False, torch.tensor([12.5, 1250.0]).sqrt())):
+        config = settings(store.path, tmp_path / "run", layer_ids=LAYERS, whiten=whiten)
+        assert config.noise_start == config.noise_end == 0
+        unit = prepare(config, lambda _: None).noise_unit.view(2, 16)
+        torch.testing.assert_close(unit, expected[:, None].expand(2, 16))
+
+
 @pytest.mark.parametrize("whiten", [True, False])
 def test_the_exported_drafter_computes_what_the_trainer_computes(store: Store, tmp_path: Path, whiten: bool) -> None:
     """Scaled features through the trained `fc`, and raw ones through the exported `fc`: equal final states."""

@@ -357,15 +357,17 @@ def test_the_class_of_transformers_computes_the_same(tmp_path: Path, num_rows: i
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("vocab_size", "seed"), [(5, 1), (7, 1), (11, 1)])
+@pytest.mark.parametrize(("vocab_size", "seed"), [(5, 4), (7, 2), (11, 1)])
 def test_transformers_own_speculative_generation_gives_the_same_text_in_as_many_steps_as_ours(
     tmp_path: Path, vocab_size: int, seed: int
 ) -> None:
-    """Few tokens, so that even a random drafter is right now and then."""
+    """Few tokens, so that even a random drafter is right now and then; large weights, so that its drafts hang on what
+    it is shown: from the layers beside its taps it would draft something else."""
     target = llama(vocab_size, seed=seed)
     tokens = {"vocab_size": vocab_size, "mask_token_id": vocab_size - 1, "eos_token_id": None, "pad_token_id": None}
     drafter = DFlashDrafter(tiny_config(FULL, FULL, **tokens), seed=seed).eval()
-    drafter.load_state_dict({name: tensor.bfloat16().float() for name, tensor in drafter.state_dict().items()})
+    large = {name: tensor * 15 if tensor.ndim == 2 else tensor for name, tensor in drafter.state_dict().items()}
+    drafter.load_state_dict({name: tensor.bfloat16().float() for name, tensor in large.items()})
     assistant = transformers_drafter(drafter, tmp_path / "d")
     prompt = torch.randint(0, vocab_size, (1, 10), generator=torch.Generator().manual_seed(seed))
     options: dict[str, Any] = {
@@ -379,3 +381,9 @@ def test_transformers_own_speculative_generation_gives_the_same_text_in_as_many_
     assert theirs.tolist() == plain.tolist()
     assert ours.tokens == plain[0, 10:].tolist()
     assert len(passes) == 1 + len(ours.acceptance_lengths) < 60
+    change(tmp_path / "d", lambda c: c.update(target_layer_ids=[i + 1 for i in c["target_layer_ids"]]))
+    shifted: Any = AutoModel.from_pretrained(tmp_path / "d", dtype=torch.float32)
+    passes.clear()
+    with target.register_forward_hook(lambda *_: passes.append(1)):
+        target.generate(prompt, assistant_model=shifted.eval(), speculation_type="dflash", **options)
+    assert len(passes) != 1 + len(ours.acceptance_lengths), "this test cannot tell one layer from the next"

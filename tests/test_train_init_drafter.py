@@ -12,17 +12,23 @@ from typing import Any
 import pytest
 import torch
 from test_train_cli import LENGTHS, arguments, call, refused
+from test_train_drafter import hybrid_target
 
 from cache_tools.errors import ConfigError
+from cache_tools.layer_ids import default_layer_ids
 from cache_tools.reader import Store
+from cache_tools.settings import load_config
 from cache_tools.synthetic import make_store
+from precompute.config import PrecomputeConfig
 from train import checkpoint as checkpoints
 from train.config import TrainConfig
 from train.drafter import DFlashDrafter
 from train.drafter_config import DrafterConfig
 from train.export import export_drafter
+from train.init_drafter import _refuse_differences
 from train.metrics import read_metrics
 from train.state import drafter_config_for
+from train.zlab_format import config_from_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BASE: dict[str, Any] = {"block_size": 4, "mask_token_id": 5, "num_draft_layers": 2}
@@ -191,3 +197,38 @@ def test_weights_are_taken_in_full_precision(store: Path, tmp_path: Path) -> Non
     ours, theirs = checkpoints.load(second).weights, checkpoints.load(first).weights
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=0)
+
+
+# config.json of the published drafter for Qwen3.6-27B, without keys that nothing is computed from.
+PUBLISHED_27B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16, "num_target_layers": 64,
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 5, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 248320,
+    "max_position_embeddings": 262144, "rope_theta": 1e7, "rope_scaling": None, "attention_bias": False,
+    "layer_types": [SLIDING] * 4 + [FULL], "use_sliding_window": True, "sliding_window": 2048,
+}  # fmt: skip
+
+
+class TargetFiles:
+    """As much of a store as the drafter's shape depends on."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self._config = folder / "config.json"
+        self._config.write_text(json.dumps(config))
+
+    def target_files(self) -> list[str]:
+        return [self._config.name]
+
+    def target_file(self, _: str) -> Path:
+        return self._config
+
+
+def test_the_example_for_qwen36_27b_trains_exactly_the_published_drafter(tmp_path: Path) -> None:
+    store: Any = TargetFiles(tmp_path, hybrid_target())
+    example = Path(__file__).resolve().parent.parent / "examples" / "qwen3.6-27b"
+    config = load_config(TrainConfig, example / "train.yaml", {"store": tmp_path, "out": tmp_path})
+    planned = load_config(PrecomputeConfig, example / "precompute.yaml", {"target": tmp_path, "data": (tmp_path,)})
+    assert planned.layer_ids is None
+    taps = default_layer_ids(64, planned.num_draft_layers)
+    _refuse_differences(config_from_json(PUBLISHED_27B, tmp_path), drafter_config_for(config, store, taps), tmp_path)

@@ -237,8 +237,9 @@ def test_the_seen_vocabulary_equals_the_full_one_when_all_tokens_are_seen(tmp_pa
     assert [loss for _, loss, _ in seen] == pytest.approx([loss for _, loss, _ in full], rel=1e-5)
 
 
-def test_step_loss_is_normalised_over_the_step_not_per_pack(store_path: Path, tmp_path: Path) -> None:
-    state = prepare(settings(store_path, tmp_path / "run"), lambda _: None)
+@pytest.mark.parametrize("kind", ["decay", "uniform", "dpace"])
+def test_step_loss_is_normalised_over_the_step_not_per_pack(store_path: Path, tmp_path: Path, kind: str) -> None:
+    state = prepare(settings(store_path, tmp_path / "run", slot_weights=kind), lambda _: None)
     with state.open_loader() as loader:
         # The packs must differ for this test to mean anything.
         batch = next(b for b in loader if len({int(pack.loss_mask.sum()) for pack in b.packs}) == 2)
@@ -247,8 +248,9 @@ def test_step_loss_is_normalised_over_the_step_not_per_pack(store_path: Path, tm
 
 
 def _dense_loss(state: Any, batch: Any) -> float:
-    """Weighted cross entropy over all packs of the step, with all logits and no slices."""
-    from train.anchors import block_targets, block_tokens, decay_weights, sample_anchors
+    """Weighted cross entropy over all packs of the step, with all logits and no slices; whatever the weights, divided
+    by their sum."""
+    from train.anchors import block_targets, block_tokens, decay_weights, sample_anchors, streak_weights
     from train.attention import BlockLayout
 
     numerator = denominator = 0.0
@@ -266,7 +268,11 @@ def _dense_loss(state: Any, batch: Any) -> float:
         nll = torch.nn.functional.cross_entropy(
             (hidden @ state.head.weight.T).flatten(0, 1), targets.labels.flatten(), reduction="none"
         )
-        weight = decay_weights(targets.valid, config.slot_gamma).flatten()
+        weight = {
+            "uniform": targets.valid.float(),
+            "decay": decay_weights(targets.valid, config.slot_gamma),
+            "dpace": streak_weights(torch.exp(-nll).view(targets.valid.shape), targets.valid),
+        }[config.slot_weights].flatten()
         numerator += float((nll.detach() * weight).sum())
         denominator += float(weight.sum())
     return numerator / denominator

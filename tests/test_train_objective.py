@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import exp
-from typing import Any
+from math import exp, log
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.anchors import decay_weights, streak_weights
+from train.anchors import decay_weights, slot_weights, streak_weights
 from train.batches import TeacherRows
 from train.objective import BlockSums, OutputHead, block_loss
 from train.target_parts import FinalNorm
@@ -107,6 +107,33 @@ def test_decay_weights_of_two_blocks_computed_by_hand() -> None:
     denominator = 2 + exp(-1 / 7) + exp(-2 / 7)
     assert output.loss.item() == pytest.approx(numerator, rel=1e-6)
     assert output.sums.mean_loss == pytest.approx(numerator / denominator, rel=1e-6)
+
+
+HALF, QUARTER = log(2), log(2 / 3)  # logits of the label beside two of 0 that make it 2 / (2 + 2), (2/3) / (2/3 + 2)
+# Block 1 has labels of probability 1/2, 1/4, 1/2 and cross entropies of 1, 2, 1 times ln 2; block 2 has one of 1/2 and
+# runs out of its document. Decay with exp(-1 / gamma) = 1/2. D-PACE smooths to 3/4, 5/8, 3/4: chances to come as far
+# 96/128, 60/128, 45/128, and in block 2 96/128. Last, the mean loss in ln 2:
+BY_HAND: dict[str, tuple[list[list[float]], float]] = {
+    "uniform": ([[0, 1, 1, 1], [0, 1, 0, 0]], (1 + 2 + 1 + 1) / 4),
+    "decay": ([[0, 1, 1 / 2, 1 / 4], [0, 1, 0, 0]], (1 + 2 / 2 + 1 / 4 + 1) / 2.75),
+    "dpace": ([[0, 201 / 128, 105 / 128, 45 / 128], [0, 96 / 128, 0, 0]], (201 + 2 * 105 + 45 + 96) / 447),
+}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "decay", "dpace"])
+def test_weights_and_mean_loss_of_two_blocks_computed_by_hand(kind: Literal["uniform", "decay", "dpace"]) -> None:
+    hidden = torch.zeros(2, 4, 3)
+    labels = torch.tensor([[0, 1, 2, 0], [0, 2, 0, 0]])
+    for block, slot, logit in ((0, 1, HALF), (0, 2, QUARTER), (0, 3, HALF), (1, 1, HALF)):
+        hidden[block, slot, labels[block, slot]] = logit
+    valid = torch.tensor([[False, True, True, True], [False, True, False, False]])
+    weights = slot_weights(valid, kind, gamma=1 / log(2))
+    output = block_loss(hidden, labels, weights, OutputHead(torch.eye(3)), streak_aware=kind == "dpace")
+    rows, mean_loss = BY_HAND[kind]
+    expected = torch.tensor(rows, dtype=torch.float32)
+    torch.testing.assert_close(output.weights, expected)
+    assert output.sums.weight.item() == pytest.approx(expected.sum().item())
+    assert output.sums.mean_loss == pytest.approx(mean_loss * log(2))
 
 
 def one_hot_hidden(predictions: Tensor) -> Tensor:

@@ -74,6 +74,15 @@ def test_the_numbers_add_up(folder: Path) -> None:
     assert report["acceptance_length_pooled"] == pytest.approx(report["num_tokens"] / report["num_steps"])
     first = report["by_position"][0]
     assert 0 < first["accepted"] == first["conditional"] < 1
+    answers = report["answers"]
+    assert [sum(a[name] for a in answers) for name in ("num_steps", "num_gained")] == [
+        report["num_steps"],
+        report["num_tokens"],
+    ]
+    gained = {a["sample"]: a["num_gained"] for a in answers}
+    assert gained == {int(i): int(store.samples.supervised[i]) - 1 for i in validation_samples(store, 0.3)}
+    mean = sum(a["num_gained"] / a["num_steps"] for a in answers) / len(answers)
+    assert report["acceptance_length"] == pytest.approx(mean)
     short = report_of(folder, "held", max_new_tokens=3)
     assert short["num_tokens"] == 2 * short["num_answers"]
 
@@ -171,6 +180,15 @@ def test_both_ways_to_evaluate_agree_on_answers_that_the_target_generated_greedi
     assert decoded["acceptance_length"] > 1.3, "needs a drafter that is right now and then"
     for name in ("acceptance_length", "acceptance_length_pooled"):
         assert stored[name] == pytest.approx(decoded[name], rel=0.02)
+    by_row = stored_answers(Store.open(greedy / "s.zarr"), stored)
+    answers = decoded["files"][0]["answers"]
+    assert sorted(by_row) == list(range(NUM_PROMPTS)) and len(answers) == NUM_PROMPTS
+    assert [by_row[row]["num_gained"] for row in range(NUM_PROMPTS)] == [answer["num_gained"] for answer in answers]
+
+
+def stored_answers(store: Store, report: dict[str, Any]) -> dict[int, dict[str, int]]:
+    """The answers of a report by the row of the data that each came from: a store has an order of its own."""
+    return {int(store.samples.row[answer["sample"]]): answer for answer in report["answers"]}
 
 
 def test_several_files_are_reported_one_by_one_and_together_also_when_drawn(greedy: Path) -> None:
@@ -186,6 +204,11 @@ def test_several_files_are_reported_one_by_one_and_together_also_when_drawn(gree
         report = evaluate(EvalConfig(prompts=tuple(files), temperature=temperature, **common))
         assert [part["num_prompts"] for part in report["files"]] == [1, 3] and report["num_prompts"] == 4
         assert sum(part["num_tokens"] for part in report["files"]) == report["num_tokens"]
+        for part in report["files"]:
+            gained = [answer["num_gained"] for answer in part["answers"]]
+            assert len(gained) == part["num_prompts"] and sum(gained) == part["num_tokens"] - part["num_prompts"]
+            lengths = [answer["num_gained"] / answer["num_steps"] for answer in part["answers"]]
+            assert part["acceptance_length"] == pytest.approx(sum(lengths) / len(lengths))
         mean = sum(part["acceptance_length"] * part["num_prompts"] for part in report["files"]) / 4
         assert report["acceptance_length"] == pytest.approx(mean)
         text = with_target.describe(json.loads(json.dumps(report)))

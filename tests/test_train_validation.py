@@ -124,9 +124,14 @@ def test_the_best_checkpoint_is_the_first_with_the_highest_acceptance_length(
     assert best.optimizer == {} and best.validation["acceptance_length"] == 2.0
 
 
-def test_evaluating_the_runs_own_held_out_samples_gives_the_logged_number(store_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer_ids", [(1, 3), (3, 1)])
+def test_evaluating_the_runs_own_held_out_samples_gives_the_logged_number(
+    store_path: Path, tmp_path: Path, layer_ids: tuple[int, ...]
+) -> None:
     """Also with a restricted softmax: validation decodes with the whole head, as evaluation does."""
-    config = validated(store_path, tmp_path / "run", steps=40, checkpoint_every=40, loss_vocab="seen")
+    config = validated(
+        store_path, tmp_path / "run", steps=40, checkpoint_every=40, loss_vocab="seen", layer_ids=layer_ids
+    )
     run(config)
     [(_, logged)] = curve(config.out)
     report = evaluate_store(

@@ -25,10 +25,10 @@ TARGET: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_drafter(num_layers: int = 2, **changes: Any) -> DFlashDrafter:
+def make_drafter(num_layers: int = 2, taps: tuple[int, ...] = (1, 2), **changes: Any) -> DFlashDrafter:
     return DFlashDrafter(
         DrafterConfig.for_target(
-            TARGET, num_layers=num_layers, block_size=4, mask_token_id=63, target_layer_ids=(1, 2), **changes
+            TARGET, num_layers=num_layers, block_size=4, mask_token_id=63, target_layer_ids=taps, **changes
         )
     )
 
@@ -159,20 +159,22 @@ def test_the_last_norm_starts_as_what_the_targets_norm_multiplies_by(adds_one: b
     assert torch.equal(drafter.norm.weight, weight + 1 if adds_one else weight)
 
 
-def test_context_rows_start_as_the_deepest_tap_normed_for_the_first_draft_layer() -> None:
+@pytest.mark.parametrize("taps", [(1, 2), (2, 1)])
+def test_context_rows_start_as_the_deepest_tap_normed_for_the_first_draft_layer(taps: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(1)
     rms = torch.rand(2 * 16, generator=generator) * 20 + 0.1  # channels of very different size
     features = torch.randn(200, 2 * 16, generator=generator) * rms
-    drafter = make_drafter()
+    drafter = make_drafter(taps=taps)
     with torch.no_grad():
         drafter.draft_layers()[0].input_layernorm.weight.copy_(torch.rand(16, generator=generator) + 0.5)
     read_deepest_tap(drafter, 1 / rms)
-    deepest = features[:, 16:]
+    channels = {tap: slice(16 * i, 16 * i + 16) for i, tap in enumerate(taps)}
+    deepest = features[:, channels[2]]
     expected = (
         deepest * deepest.square().mean(-1, keepdim=True).rsqrt() * drafter.draft_layers()[0].input_layernorm.weight
     )
     similarity = torch.nn.functional.cosine_similarity(drafter.context(features / rms), expected, dim=-1)
     assert float(similarity.detach().mean()) > 0.98
     other = features.clone()
-    other[:, :16] = 0
+    other[:, channels[1]] = 0
     assert not torch.equal(drafter.context(other / rms), drafter.context(features / rms)), "the other taps take part"

@@ -58,6 +58,15 @@ def acceptance_report(answers: Sequence[Acceptance], block_size: int) -> dict[st
     }
 
 
+def answer_rows(answers: Sequence[Acceptance]) -> list[dict[str, int]]:
+    """For JSON, of each answer: its steps, and the tokens gained in them, which are all but its first one. Their ratio
+    is the answer's acceptance length."""
+    return [
+        {"num_steps": len(answer.acceptance_lengths), "num_gained": sum(answer.acceptance_lengths)}
+        for answer in answers
+    ]
+
+
 def acceptance_lines(report: Mapping[str, Any]) -> list[str]:
     """Three lines for a person, of a report that holds what `acceptance_report` gives."""
     return [

@@ -50,7 +50,7 @@ def run(config: TrainConfig) -> None:
 
 @main.command("eval")
 @config_options(EvalConfig)
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, with every answer by itself.")
 def evaluate_command(config: EvalConfig, as_json: bool) -> None:
     """Acceptance length, by speculative decoding with the target or from a store.
 

@@ -16,7 +16,7 @@ from cache_tools.errors import CheckpointError, ConfigError, DataError, TargetEr
 from cache_tools.order import mix64
 from cache_tools.progress import Progress
 from cache_tools.template_args import parse_template_args
-from train.acceptance import acceptance_lines, acceptance_report, shown_length
+from train.acceptance import acceptance_lines, acceptance_report, answer_rows, shown_length
 from train.config import EvalConfig
 from train.decoding import Decoded, SpeculativeDecoder, decode_plain
 from train.devices import pick_device
@@ -31,10 +31,11 @@ _DRAW_KEY = 0x64726177  # separates the draws from every other use of the same s
 def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Decodes every prompt with the drafter and, unless `config.plain` is off, without it.
 
-    Returns a report for JSON: over all prompts, and the same for every file in `files`. Beside what
-    `acceptance_report` gives, speeds are tokens per second after the prompt's pass. `identical` counts requests whose
-    answer is the same token for token with and without drafter; drawn answers are not compared. A number that needs
-    more than an answer's first token, which the prompt's pass makes, is None when no answer had more.
+    Returns a report for JSON: over all prompts, and the same for every file in `files`, there with `answers`, the rows
+    of `answer_rows` in the order of the prompts. Beside what `acceptance_report` gives, speeds are tokens per second
+    after the prompt's pass. `identical` counts requests whose answer is the same token for token with and without
+    drafter; drawn answers are not compared. A number that needs more than an answer's first token, which the prompt's
+    pass makes, is None when no answer had more.
 
     Raises ConfigError, TargetError, DataError or CheckpointError for what cannot be loaded or does not fit.
     """
@@ -69,7 +70,10 @@ def evaluate(config: EvalConfig, progress: Progress | None = None) -> dict[str, 
     size = drafter.config.block_size
     report = _report(config, size, [*chain(*speculative)], [*chain(*plain)])
     parts = zip(config.prompts, speculative, plain, strict=True)
-    report["files"] = [{"prompts": str(path), **_report(config, size, *answers)} for path, *answers in parts]
+    report["files"] = [
+        {"prompts": str(path), **_report(config, size, drafted, own), "answers": answer_rows(drafted)}
+        for path, drafted, own in parts
+    ]
     return report
 
 
@@ -109,8 +113,16 @@ def _chooser(config: EvalConfig, number: int, device: torch.device) -> Chooser:
 
 
 def target_parts(target: Any) -> TargetParts:
-    """Embedding and output head of a loaded target, by module. Its final norm is not needed to draft."""
-    embedding = target.get_input_embeddings().weight.detach()
+    """Embedding and output head of a loaded target, by module. Its final norm is not needed to draft.
+
+    The embedding is what its module returns, as in a store: some targets scale its weight on the way.
+    """
+    embed = target.get_input_embeddings()
+    embedding: Tensor = embed.weight.detach()
+    tokens = torch.arange(embedding.shape[0], device=embedding.device)
+    with torch.no_grad():
+        if not torch.equal(embed(tokens[:8]), embedding[:8]):
+            embedding = embed(tokens)
     head = target.get_output_embeddings().weight.detach()
     unused = torch.ones(embedding.shape[1], device=embedding.device)
     return TargetParts(embedding=embedding, lm_head=head, norm_weight=unused, norm_eps=0.0, norm_adds_one=False)

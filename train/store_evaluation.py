@@ -17,7 +17,7 @@ from cache_tools.errors import CheckpointError, ConfigError, StoreError
 from cache_tools.progress import Progress
 from cache_tools.reader import Store
 from train import checkpoint as checkpoints
-from train.acceptance import Acceptance, acceptance_lines, acceptance_report
+from train.acceptance import Acceptance, acceptance_lines, acceptance_report, answer_rows
 from train.batches import Pack
 from train.config import EvalConfig, default_gamma
 from train.devices import pick_device
@@ -29,7 +29,7 @@ from train.objective import BlockSums, OutputHead
 from train.selection import some_of, validation_samples
 from train.state import store_fingerprint
 from train.target_parts import TargetParts
-from train.walk import walk_answers
+from train.walk import samples_of_answers, walk_answers
 
 _ANCHORS_PER_SUPERVISED = 0.25
 EXACT_IF = "exact for answers that the target generated greedily, else an estimate"
@@ -40,7 +40,8 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
 
     Beside what `acceptance_report` gives, it holds the `loss` in nats (cross entropy over blocks at a quarter of the
     supervised tokens, slots weighing as in training by default), which samples these are (`selection`), whether the
-    drafter was trained on them (`held_out`, None when that is unknown), how much was walked, and how fast.
+    drafter was trained on them (`held_out`, None when that is unknown), how much was walked, how fast, and the
+    `answers` one by one.
 
     Raises ConfigError, StoreError or CheckpointError for what cannot be loaded or does not fit.
     """
@@ -59,6 +60,7 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
     # The scale of training lies in the drafter's `fc`.
     unscaled = torch.ones(len(drafter.config.target_layer_ids) * store.hidden_size, device=device)
     answers: list[Acceptance] = []
+    answered: list[int] = []
     sums, head = BlockSums.zero(drafter.config.block_size, device), OutputHead(parts.lm_head)
     began = time.perf_counter()
     for pack in read_packs(store, group_samples(store, chosen.samples), drafter.config.target_layer_ids):
@@ -72,6 +74,7 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
             lm_head=parts.lm_head,
             max_new_tokens=config.max_new_tokens,
         )
+        answered += samples_of_answers(pack)
         if progress is not None:
             progress.update(len(pack.input_ids))
     seconds = time.perf_counter() - began
@@ -91,6 +94,7 @@ def evaluate_store(config: EvalConfig, progress: Progress | None = None) -> dict
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "validity": EXACT_IF,
+        "answers": [{"sample": sample, **row} for sample, row in zip(answered, answer_rows(answers), strict=True)],
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from train.acceptance import Acceptance
 from train.anchors import block_tokens
-from train.attention import BlockLayout, attend
+from train.attention import BlockLayout
 from train.batches import Pack
 from train.drafter import DFlashDrafter
 
@@ -57,6 +57,13 @@ def answer_spans(
     return Spans(first, np.minimum(last, limit), last > limit)
 
 
+def samples_of_answers(pack: Pack) -> list[int]:
+    """The store's sample of each answer of a pack, in the order of `walk_answers`."""
+    cu_seqlens = pack.cu_seqlens.numpy()
+    first = answer_spans(pack.loss_mask.numpy(), cu_seqlens).first
+    return [pack.samples[document] for document in np.searchsorted(cu_seqlens, first, side="right") - 1]
+
+
 @torch.no_grad()
 def walk_answers(
     drafter: DFlashDrafter,
@@ -85,16 +92,16 @@ def walk_answers(
     answers = [Acceptance.of_block_size(size) for _ in spans.first]
     if not (spans.first < spans.last).any():
         return answers
-    context = _ContextKeysValues(drafter, features, pack.positions.to(device))
+    rows = drafter.keys_values(drafter.context(features), pack.positions.to(device))  # once for all rounds
     anchor = spans.first.copy()
     while len(walking := np.flatnonzero(anchor < spans.last)):
         anchors = torch.from_numpy(anchor[walking]).to(device)
         embeds = embed(block_tokens(anchors, input_ids, size, drafter.config.mask_token_id))
-        hidden = context.draft_blocks(embeds, BlockLayout(anchors, cu_seqlens, size))
+        hidden = drafter.blocks(embeds, rows, BlockLayout(anchors, cu_seqlens, size))
         left = spans.last[walking] - anchor[walking]
         num_drafts = np.minimum(size - 1, left - spans.cut[walking])
-        rows = (anchors[:, None] + torch.arange(1, size, device=device)).clamp(max=len(input_ids) - 1)
-        accepted = _accepted(hidden[:, 1:], input_ids[rows], torch.from_numpy(num_drafts).to(device), lm_head)
+        drafted = (anchors[:, None] + torch.arange(1, size, device=device)).clamp(max=len(input_ids) - 1)
+        accepted = _accepted(hidden[:, 1:], input_ids[drafted], torch.from_numpy(num_drafts).to(device), lm_head)
         num_accepted = accepted.cpu().numpy()
         num_gained = np.minimum(num_accepted + 1, left)
         anchor[walking] += num_gained
@@ -104,29 +111,6 @@ def walk_answers(
         for answer, drafts, right, gained in counts:
             answers[answer].count(num_drafts=drafts, num_accepted=right, num_gained=gained)
     return answers
-
-
-class _ContextKeysValues:
-    """Keys and values of a pack's context rows for every draft layer, computed once for all rounds."""
-
-    def __init__(self, drafter: DFlashDrafter, features: Tensor, positions: Tensor) -> None:
-        self._drafter = drafter
-        rows = drafter.context(features)
-        table = drafter.rotary.table(positions, rows.dtype)
-        self._layers = [layer.self_attn.keys_values(rows, table) for layer in drafter.draft_layers()]
-
-    def draft_blocks(self, block_embeds: Tensor, layout: BlockLayout) -> Tensor:
-        """What `DFlashDrafter.forward` gives for blocks [n, B, H]: normed final states [n, B, H]."""
-        x = block_embeds
-        table = self._drafter.rotary.table(layout.block_positions, x.dtype)
-        for layer, (keys, values) in zip(self._drafter.draft_layers(), self._layers, strict=True):
-            attention = layer.self_attn
-            normed = layer.input_layernorm(x)
-            own_keys, own_values = attention.keys_values(normed, table)
-            queries = attention.queries(normed, table)
-            x = layer.finish(x, attend(queries, keys, values, own_keys, own_values, layout, attention.window))
-        hidden: Tensor = self._drafter.norm(x)
-        return hidden
 
 
 def _accepted(hidden: Tensor, labels: Tensor, num_drafts: Tensor, lm_head: Tensor) -> Tensor:

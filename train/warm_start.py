@@ -83,11 +83,13 @@ def read_deepest_tap(drafter: DFlashDrafter, feature_scale: Tensor) -> None:
     """`fc` and `hidden_norm` start so that context rows are nearly the deepest tapped hidden state, normed as the first
     draft layer norms its input: what layers copied from the target expect to make keys and values of.
 
-    `feature_scale` float32 [F*H] is what features are multiplied by before `fc`; taps are in ascending order.
+    `feature_scale` float32 [F*H] is what features are multiplied by before `fc`.
     """
-    width = drafter.config.hidden_size
-    deepest = drafter.fc.weight[:, -width:]
-    size = 1.0 / feature_scale[-width:]  # RMS of every channel of the deepest tap
+    width, taps = drafter.config.hidden_size, drafter.config.target_layer_ids
+    first = width * taps.index(max(taps))
+    channels = slice(first, first + width)
+    deepest = drafter.fc.weight[:, channels]
+    size = 1.0 / feature_scale[channels]  # RMS of every channel of the deepest tap
     rms = float(size.square().mean().sqrt())
     # Scaled features have RMS one, so a random row of `fc` gives INIT_STD * sqrt(F*H).
     drafter.fc.weight.mul_(_RANDOM_SHARE * rms / (INIT_STD * drafter.fc.weight.shape[1] ** 0.5))
