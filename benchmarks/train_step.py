@@ -110,8 +110,7 @@ def interpreter(name: str, envs: Path) -> str | None:
 def call(python: str, program: Path, problem: Path, threads: int) -> Any:
     """Runs a program in a fresh process; returns the JSON of its last line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTHON"))}
-    # Idle threads that spin would slow down whatever runs beside.
-    environment |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     print(f"{program.stem} ...", file=sys.stderr, flush=True)
     words = [python, str(program), str(problem), str(threads)]
     done = subprocess.run(words, env=environment, text=True, capture_output=True)
