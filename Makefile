@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
-# Idle OpenMP threads must sleep: spinning ones slow every other process of the machine down.
-export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo demo-long test test-slow lint clean
@@ -21,6 +19,9 @@ demo: $(VENV)/.demo
 
 demo-long: $(VENV)/.demo
 	$(BIN)/python examples/smollm2/demo.py --recipe long --out demo
+
+# Tests start processes beside their own: idle OpenMP threads must sleep, spinning ones slow all others down.
+test test-slow: export OMP_WAIT_POLICY := PASSIVE
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu"
