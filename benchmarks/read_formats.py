@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ LAYER_IDS = (1, 16, 31, 46, 61)
 HIDDEN_SIZE = 5120
 BYTES_PER_TOKEN = len(LAYER_IDS) * HIDDEN_SIZE * 2
 
-ReadSample = Callable[[int, int | None], object]
+ReadSample = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def by_memory_map(path: Path, data: Data) -> ReadSample:
     """The limit: a copy out of a memory map of the raw file."""
     rows, starts, out = data.map(), data.starts.tolist(), data.buffer()
 
-    def read(sample: int, _later: int | None) -> object:
+    def read(sample: int) -> object:
         first, end = starts[sample], starts[sample + 1]
         out[: end - first] = rows[first:end]
         return out
@@ -174,7 +175,7 @@ def by_pread(path: Path, data: Data) -> ReadSample:
     starts, out = json.loads((path / "index.json").read_text(encoding="utf-8")), data.buffer()
     descriptor = os.open(data.path, os.O_RDONLY)
 
-    def read(sample: int, _later: int | None) -> object:
+    def read(sample: int) -> object:
         target = out[: starts[sample + 1] - starts[sample]].reshape(-1).view(np.uint8)
         offset, done = starts[sample] * BYTES_PER_TOKEN, 0
         while done < len(target):
@@ -184,31 +185,27 @@ def by_pread(path: Path, data: Data) -> ReadSample:
     return read
 
 
-def by_our_reader(path: Path, data: Data) -> ReadSample:
-    """Bit patterns of a lossless store, decoded."""
-    store, lengths = Store.open(path), data.lengths.tolist()
+def by_our_reader(path: Path, data: Data, *, direct: bool) -> ReadSample:
+    """Bit patterns of a lossless store, decoded. `direct`: as of a store that is larger than memory."""
+    store, lengths = Store.open(path, direct=direct), data.lengths.tolist()
     out = np.ones((len(LAYER_IDS), max(lengths), HIDDEN_SIZE), np.uint16)
 
-    def read(sample: int, later: int | None) -> object:
-        if later is not None:
-            store.read_ahead(later, LAYER_IDS)
+    def read(sample: int) -> object:
         return store.read_hidden(sample, out=out[:, : lengths[sample]].transpose(1, 0, 2))
 
     return read
 
 
-def parts_by_our_reader(path: Path, data: Data) -> ReadSample:
+def parts_by_our_reader(path: Path, data: Data, *, direct: bool) -> ReadSample:
     """Codes and scales of a quantised store, as they are handed to the device."""
-    store, lengths = Store.open(path), data.lengths.tolist()
+    store, lengths = Store.open(path, direct=direct), data.lengths.tolist()
     longest = int(data.lengths.argmax())
     parts = {
         layer: {name: np.ones_like(values) for name, values in store.read_parts(longest, layer).items()}
         for layer in LAYER_IDS
     }
 
-    def read(sample: int, later: int | None) -> object:
-        if later is not None:
-            store.read_ahead(later, LAYER_IDS)
+    def read(sample: int) -> object:
         for layer, arrays in parts.items():
             store.read_parts(sample, layer, {name: values[: lengths[sample]] for name, values in arrays.items()})
         return parts
@@ -223,7 +220,7 @@ def by_zarr_python(path: Path, data: Data) -> ReadSample:
     starts, lengths = Store.open(path).samples.start.tolist(), data.lengths.tolist()
     arrays = [array for layer in LAYER_IDS for name, array in group[f"hidden/{layer}"].arrays() if name in _PER_ROW]
 
-    def read(sample: int, _later: int | None) -> object:
+    def read(sample: int) -> object:
         return [array[starts[sample] : starts[sample] + lengths[sample]] for array in arrays]
 
     return read
@@ -240,7 +237,7 @@ def by_tensorstore(path: Path, data: Data) -> ReadSample:
         if folder.name in _PER_ROW
     ]
 
-    def read(sample: int, _later: int | None) -> object:
+    def read(sample: int) -> object:
         rows = slice(starts[sample], starts[sample] + lengths[sample])
         return [future.result() for future in [array[rows].read() for array in arrays]]
 
@@ -253,7 +250,7 @@ _PER_ROW = ("bits", "codes", "token_scale", "group_scale")
 def by_torch_load(path: Path, data: Data) -> ReadSample:
     import torch
 
-    return lambda sample, _later: torch.load(path / f"{sample}.pt", weights_only=True)
+    return lambda sample: torch.load(path / f"{sample}.pt", weights_only=True)
 
 
 def by_torch_load_mapped(path: Path, data: Data) -> ReadSample:
@@ -261,7 +258,7 @@ def by_torch_load_mapped(path: Path, data: Data) -> ReadSample:
 
     out = torch.from_numpy(data.buffer()).view(torch.bfloat16)
 
-    def read(sample: int, _later: int | None) -> object:
+    def read(sample: int) -> object:
         states = torch.load(path / f"{sample}.pt", weights_only=True, mmap=True)["hidden_states"]
         return out[: len(states)].copy_(states)
 
@@ -274,7 +271,7 @@ def by_safetensors(path: Path, data: Data) -> ReadSample:
 
     out = torch.from_numpy(data.buffer()).view(torch.bfloat16)
 
-    def read(sample: int, _later: int | None) -> object:
+    def read(sample: int) -> object:
         with safe_open(path / f"{sample}.safetensors", framework="pt") as file:
             states = file.get_tensor("hidden_states")
             return out[: len(states)].copy_(states)
@@ -286,13 +283,17 @@ def by_safetensors(path: Path, data: Data) -> ReadSample:
 class Format:
     write: Callable[[Path, Data], None]
     readers: dict[str, Callable[[Path, Data], ReadSample]]
+    cold_readers: dict[str, Callable[[Path, Data], ReadSample]] = field(default_factory=dict)
+    """What takes the place of those when nothing is in the page cache."""
 
 
-def _store_format(codec: Codec, ours: Callable[[Path, Data], ReadSample]) -> Format:
-    readers = {f"store {codec}, our reader": ours}
+def _store_format(codec: Codec, ours: Callable[..., ReadSample]) -> Format:
+    label = f"store {codec}, our reader"
+    readers: dict[str, Callable[[Path, Data], ReadSample]] = {label: partial(ours, direct=False)}
     if codec in ("bf16", "raw", "int8"):
         readers |= {f"store {codec}, zarr-python": by_zarr_python, f"store {codec}, tensorstore": by_tensorstore}
-    return Format(lambda path, data: write_store(path, data, codec), readers)
+    cold: dict[str, Callable[[Path, Data], ReadSample]] = {label: partial(ours, direct=True)}
+    return Format(lambda path, data: write_store(path, data, codec), readers, cold)
 
 
 FORMATS = {

@@ -3,10 +3,11 @@
     python benchmarks/store_read.py --states demo/short/store.zarr --json store_read.json
 
 Writes the same samples in every format, hidden states of the shape of a 27B target (5 layers x 5,120) made of the real
-ones in --states, and reads them in the same random order: warm, in the page cache as writing left them, then cold,
-after dropping the files from it. Two processes; several threads each when cold, the same number for every reader.
-Each reader is measured right after the limit, a copy out of a memory map of the raw bfloat16 file; ratios are medians
-over such pairs, so that a slower minute of the machine slows both. Needs about 6 times 51 KB per token of disk space.
+ones in --states, and reads them in the same random order: warm, after every worker has read all of them once; and cold,
+with nothing of them in the page cache, where our reader reads as from a store larger than memory. Two processes;
+several threads each when cold, the same number for every reader. Each reader is measured right after the limit, a copy
+out of a memory map of the raw bfloat16 file; ratios are medians over such pairs, so that a slower minute of the machine
+slows both. Needs about 6 times 51 KB per token of disk space.
 """
 
 from __future__ import annotations
@@ -110,33 +111,32 @@ def work_folder(path: Path | None, *, keep: bool) -> Iterator[Path]:
 
 
 def measure_all(arguments: argparse.Namespace, work: Path, data: Data) -> list[Result]:
-    """All warm measurements first: reading a file cold leaves it in the page cache in smaller pieces."""
+    """Every measurement starts with an empty page cache, as where in memory pages lie makes a factor of two."""
     order = np.random.default_rng(arguments.seed).permutation(len(data.lengths))
-    readers = [
-        (label, work / name, maker) for name in arguments.formats for label, maker in FORMATS[name].readers.items()
-    ]
     results = []
     for temperature in ("warm", "cold"):
         threads = 1 if temperature == "warm" else arguments.cold_threads
         limits = []
-        for label, path, maker in readers:
-            files = [data.path] if path.name == "index" else files_of(path)
-            pairs = []
-            for _ in range(arguments.rounds):
-                pair = []
-                for make_reader, touched in (
-                    (partial(by_memory_map, work), [data.path]),
-                    (partial(maker, path), files),
-                ):
-                    if temperature == "cold":
+        for name in arguments.formats:
+            path, chosen = work / name, FORMATS[name]
+            files = [data.path] if name == "index" else files_of(path)
+            makers = chosen.readers | (chosen.cold_readers if temperature == "cold" else {})
+            for label, maker in makers.items():
+                pairs = []
+                for _ in range(arguments.rounds):
+                    pair = []
+                    for make_reader, touched in (
+                        (partial(by_memory_map, work), [data.path]),
+                        (partial(maker, path), files),
+                    ):
                         page_cache.drop(touched)
                         assert page_cache.cached_share(touched) < 0.01, "the files are still in the page cache"
-                    reader, warm = partial(make_reader, data), temperature == "warm"
-                    pair.append(measure(reader, order, arguments.processes, threads, warm_up=warm))
-                pairs.append(pair)
-            limits += [limit for limit, _ in pairs]
-            results.append(summary(label, temperature, pairs, data, files))
-            print(f"  {temperature}: {label}: {results[-1].ratio:.2f}", flush=True)
+                        reader, warm = partial(make_reader, data), temperature == "warm"
+                        pair.append(measure(reader, order, arguments.processes, threads, warm_up=warm))
+                    pairs.append(pair)
+                limits += [limit for limit, _ in pairs]
+                results.append(summary(label, temperature, pairs, data, files))
+                print(f"  {temperature}: {label}: {results[-1].ratio:.2f}", flush=True)
         pairs = [[limit, limit] for limit in limits]
         results.append(summary("raw memory map + copy (the limit)", temperature, pairs, data, [data.path]))
     return results
@@ -157,26 +157,25 @@ def measure(
 ) -> tuple[float, float]:
     """Wall and CPU seconds to read all samples; workers take the next sample of `order` when they are free.
 
-    When cold, readers are also told what will be read when every worker has read one more, as training knows it;
-    ours asks the kernel for it. `warm_up`: each worker reads every sample once before the clock starts.
+    `warm_up`: each worker reads every sample once before the clock starts.
     """
     context = multiprocessing.get_context("fork")
     ready, taken, queue = context.Barrier(num_processes), context.Value("q", 0), context.SimpleQueue()
 
-    def take() -> int:
+    def take() -> int | None:
         with taken.get_lock():
+            position = taken.value
             taken.value += 1
-            return int(taken.value) - 1
+        return int(order[position]) if position < len(order) else None
 
     def read_all(read: ReadSample) -> None:
-        while (position := take()) < len(order):
-            later = position + num_processes * num_threads
-            read(int(order[position]), int(order[later]) if later < len(order) and not warm_up else None)
+        while (sample := take()) is not None:
+            read(sample)
 
     def work() -> None:
         readers = [make_reader() for _ in range(num_threads)]
         for sample in order.tolist() if warm_up else ():
-            readers[0](sample, None)
+            readers[0](sample)
         threads = [threading.Thread(target=read_all, args=(read,)) for read in readers]
         ready.wait()
         begin, cpu = time.perf_counter(), time.process_time()

@@ -15,7 +15,8 @@ from cache_tools.codecs import ChunkError
 from cache_tools.errors import StoreError
 from cache_tools.files import parse_json, reading
 from cache_tools.manifest import Manifest
-from cache_tools.reader import SampleTable, target_spec
+from cache_tools.reader import target_spec
+from cache_tools.sample_table import SampleTable
 from cache_tools.seals import rejected_list, shard_number
 from cache_tools.shards import damaged_chunks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,6 @@ from cache_tools.arrays import (
     METADATA,
     ArraySpec,
     hidden_arrays,
-    sample_arrays,
     scale_arrays,
     target_array,
     teacher_arrays,
@@ -27,6 +27,7 @@ from cache_tools.files import RUN_VERIFY, TEMPORARY_NAME, Json, file_size, parse
 from cache_tools.layout import samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
 from cache_tools.quantise import QUANTISED, decode
+from cache_tools.sample_table import SampleTable
 from cache_tools.scales import read_scales
 from cache_tools.seals import (
     PLAN_SEAL,
@@ -42,64 +43,25 @@ from cache_tools.shard_files import ShardFiles
 from cache_tools.shards import ShardedArray
 
 
-class SampleTable:
-    """One entry per sample, in row order. A column is read when it is first asked for, and kept."""
-
-    def __init__(self, root: Path, manifest: Manifest) -> None:
-        self._root = root
-        self._arrays = sample_arrays(manifest)
-
-    @cached_property
-    def start(self) -> NDArray[np.int64]:
-        """[num_samples] first row."""
-        return self._column("start")
-
-    @cached_property
-    def length(self) -> NDArray[np.int32]:
-        """[num_samples] tokens."""
-        return self._column("length")
-
-    @cached_property
-    def supervised(self) -> NDArray[np.int32]:
-        """[num_samples] tokens whose loss mask is 1."""
-        return self._column("supervised")
-
-    @cached_property
-    def source(self) -> NDArray[np.int32]:
-        """[num_samples] index into the manifest's data.sources."""
-        return self._column("source")
-
-    @cached_property
-    def row(self) -> NDArray[np.int64]:
-        """[num_samples] 0-based row number in the source."""
-        return self._column("row")
-
-    @cached_property
-    def content_id(self) -> NDArray[np.uint8]:
-        """[num_samples, 16] hash of token ids and loss mask."""
-        return self._column("content_id")
-
-    def _column(self, name: str) -> NDArray[Any]:
-        return ShardedArray(self._root, self._arrays[name]).read_all()
-
-
 class Store:
     """An open store. Knows what was sealed when it was opened; later writers do not disturb it.
 
     Safe to use from many threads, after a fork, and to pickle (which opens it again).
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, direct: bool) -> None:
         """Use `Store.open`."""
         self.path = path
         self.manifest = manifest
+        self.direct = direct
+        """Large reads go past the page cache: it would never see the same bytes twice."""
         self.sealed = frozenset(sealed_shards(path, manifest.layout.num_shards))
         self.has_target = (path / TARGET_SEAL).exists()
         self.has_scales = not scale_arrays(manifest) or (path / SCALES_SEAL).exists()
         self.rejections = {item.sample: item for item in read_rejections(path, self.sealed)}
         self._rejected_by_seal: dict[int, frozenset[int]] = {}  # samples by shard, for shards read from so far
         self.samples = SampleTable(path, manifest)
-        files = ShardFiles()
+        files = ShardFiles(direct=direct)
         self._ids, self._mask = (ShardedArray(path, array, files) for array in token_arrays(manifest))
         self._hidden = {
             i: {name: ShardedArray(path, array, files) for name, array in hidden_arrays(manifest, i).items()}
@@ -108,16 +70,19 @@ class Store:
         self._teacher = {name: ShardedArray(path, array, files) for name, array in teacher_arrays(manifest).items()}
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Store:
+    def open(cls, path: str | os.PathLike[str], *, direct: bool | None = None) -> Store:
         """Opens a store without reading any chunk.
 
+        `direct`: large reads go past the page cache; by default when the store may exceed half of the memory.
         Raises StoreError when there is none or one of an unknown format, CorruptError when it is damaged.
         """
         root = Path(path).absolute()
         manifest = read_manifest(root)
         if not (root / PLAN_SEAL).exists():
             raise CorruptError("the seal of the store's plan is missing", where=root / PLAN_SEAL, fix=RUN_VERIFY)
-        return cls(root, manifest)
+        if direct is None:
+            direct = _largest_bytes(manifest) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return cls(root, manifest, direct=direct)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -235,14 +200,6 @@ class Store:
             array.read_rows(first, out[name], f"sample {sample}")
         return out
 
-    def read_ahead(self, sample: int, layer_ids: Sequence[int]) -> None:
-        """Asks the kernel for the hidden states of a sample that will be read soon. What is wrong, reading says."""
-        start, length = int(self.samples.start[sample]), int(self.samples.length[sample])
-        for layer_id in layer_ids:
-            for name, array in self._hidden[layer_id].items():
-                if name != "first":
-                    array.read_ahead(start, length)
-
     def _part_buffers(self, sample: int, layer_id: int) -> dict[str, NDArray[Any]]:
         length = int(self.samples.length[sample])
         return {
@@ -329,8 +286,8 @@ class Store:
             if not TEMPORARY_NAME.fullmatch(name)
         )
 
-    def __reduce__(self) -> tuple[Callable[[Path], Store], tuple[Path]]:
-        return Store.open, (self.path,)
+    def __reduce__(self) -> tuple[Callable[[Path, bool], Store], tuple[Path, bool]]:
+        return _open_again, (self.path, self.direct)
 
     def _checked(self, sample: int) -> int:
         if not 0 <= sample < self.num_samples:
@@ -385,6 +342,16 @@ class Store:
             raise CorruptError("the metadata of the target is missing", where=path, fix=RUN_VERIFY)
         with reading(path):
             return parse_json(path.read_bytes(), path)
+
+
+def _open_again(path: Path, direct: bool) -> Store:
+    return Store.open(path, direct=direct)
+
+
+def _largest_bytes(manifest: Manifest) -> int:
+    """Bytes of all hidden states if nothing could be compressed."""
+    arrays = [array for layer_id in manifest.layer_ids for array in hidden_arrays(manifest, layer_id).values()]
+    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
 
 
 def target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +50,8 @@ class ReadingSpeed:
     cached_before: float | None
     """Share of the files that the page cache held before; None when the kernel tells only their owner."""
     cached_after: float | None
+    direct: bool
+    """Large reads went past the page cache, see `Store.direct`."""
     whole_store: bool
     """Every sample was read once, sooner than `seconds` asked for."""
     gpu_tokens_per_s: float
@@ -122,6 +122,7 @@ def measure(
         cold=cold,
         cached_before=before,
         cached_after=after,
+        direct=store.direct,
         whole_store=work.is_done,
         gpu_tokens_per_s=gpu_tokens_per_s,
     )
@@ -141,6 +142,8 @@ def report_lines(speed: ReadingSpeed) -> list[str]:
 
 
 def _cache_line(speed: ReadingSpeed) -> str:
+    if speed.direct:
+        return "page cache  not used: the store may exceed half of the memory. This is the speed of the disk"
     if speed.cached_before is None:
         return "page cache  unknown: the files belong to somebody else. Repeated runs may be faster than the disk"
     line = f"page cache  held {speed.cached_before:.0%} of the files before, {speed.cached_after:.0%} after"
@@ -156,7 +159,6 @@ class _Work:
 
     def __init__(self, store: Store, layers: list[int], order: Iterator[int], seconds: float) -> None:
         self._store, self._layers, self._order, self._seconds = store, layers, order, seconds
-        self._upcoming: deque[int] = deque()  # one per thread: what the disk fetches while they read
         self._lock = threading.Lock()
         self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._deadline = 0.0
@@ -167,7 +169,6 @@ class _Work:
 
     def run(self, readers: Sequence[_SampleReader]) -> None:
         """One thread for each reader. Raises what went wrong in a thread."""
-        self._upcoming.extend(itertools.islice(self._order, len(readers)))
         threads = [threading.Thread(target=self._read, args=(reader,), daemon=True) for reader in readers]
         begin = time.perf_counter()
         self._deadline = begin + self._seconds
@@ -183,15 +184,11 @@ class _Work:
         try:
             while self._errors.empty():
                 with self._lock:
-                    later = next(self._order, None)
-                    self._upcoming.extend([] if later is None else [later])
-                    if not self._upcoming:
-                        self.is_done = True
-                        return
-                    sample = self._upcoming.popleft()
+                    sample = next(self._order, None)
+                if sample is None:
+                    self.is_done = True
+                    return
                 begin = time.perf_counter()
-                if later is not None:
-                    self._store.read_ahead(later, self._layers)
                 num_tokens = reader.read(sample)
                 seconds = time.perf_counter() - begin
                 with self._lock:

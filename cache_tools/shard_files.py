@@ -1,10 +1,16 @@
-"""Files of shards that are open for reading: index, large reads, and a memory map of what the page cache holds."""
+"""Files of shards that are open for reading: the index, what the page cache has, and large reads from the disk.
+
+Direct reads (O_DIRECT) take no memory for pages and no second copy: a fraction of the processor time, and faster than
+the same disk through the page cache, which would only keep what nobody asks for again.
+"""
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,67 +19,70 @@ from numpy.typing import NDArray
 from cache_tools.arrays import ArraySpec
 from cache_tools.codecs import CRC_BYTES, ChunkError, checked_content
 from cache_tools.files import reading
-from cache_tools.page_cache import resident
 
 MISSING = np.uint64(2**64 - 1)
 INDEX_ENTRY_BYTES = 16
 MOST_OPEN = 128
-"""Shard files that a store keeps open: two descriptors each (one is the map's), and 16 bytes per chunk."""
+"""Shard files that a store keeps open: one descriptor each, two with direct reads, and 16 bytes per chunk."""
 
+_ALIGNMENT = 4096  # of places, sizes and memory of direct reads
 _MOST_BUFFERS = 1024  # of one preadv
-_HINT_BYTES = 512 * 1024  # of a larger hint, kernels take no more than their device's largest request
+# The kernel reads ahead of small requests in windows that grow, and into larger pages as they do. One large request
+# gets small pages only, which take longer to fill and to copy.
+_STEP_BYTES = 256 * 1024
+_LEAST_DIRECT_BYTES = 128 * 1024  # less is a matter of the disk's latency: neighbours had better be in the page cache
 
 
 class OpenShard:
-    """One shard's file and index. Closed when nobody refers to it any more. Safe in threads and after a fork.
+    """One shard's file and index. Closed when nobody refers to it any more. Safe in threads and after a fork."""
 
-    Mapped pages show up as memory of the process; they are the page cache's, and the kernel takes them when it must.
-    """
-
-    def __init__(self, path: Path, array: ArraySpec) -> None:
+    def __init__(self, path: Path, array: ArraySpec, *, direct: bool = False) -> None:
         """Raises ChunkError when the file is missing or its index damaged, StoreError when it cannot be read."""
         self.descriptor = _open(path)
         with reading(path):
             self.index = read_index(self.descriptor, array)
         self.verified = np.zeros(array.num_chunks, np.bool_)
         """[num_chunks] chunks whose checksum was found right since the file was opened."""
-        self._map: NDArray[np.uint8] | None = None
-        self._can_map = True
+        self._direct = _open_direct(path) if direct else None
+        self._has_cache = not direct
 
     def __del__(self) -> None:
-        if (descriptor := getattr(self, "descriptor", None)) is not None:
-            os.close(descriptor)
+        for name in ("descriptor", "_direct"):
+            if (descriptor := getattr(self, name, None)) is not None:
+                os.close(descriptor)
 
-    def cached(self, offset: int, num_bytes: int) -> NDArray[np.uint8] | None:
-        """The bytes in the page cache itself, if all of them are there; valid while this object is.
-
-        What is not there had better be read with `preadv`: faults fetch little at a time, and when the disk fails
-        they end the process where `preadv` raises OSError. So had what is read once only: mapping it costs more.
-        """
-        if not self._can_map or (self._map is None and not self._make_map()):
-            return None
-        assert self._map is not None
-        if offset + num_bytes > len(self._map) or not resident(self._map[offset : offset + num_bytes]).all():
-            return None
-        return self._map[offset : offset + num_bytes]
-
-    def read_ahead(self, offset: int, num_bytes: int) -> None:
-        """Asks the kernel to bring these bytes into the page cache, without waiting for them."""
-        if self.cached(offset, num_bytes) is not None:
-            return
-        for begin in range(offset, offset + num_bytes, _HINT_BYTES):
-            length = min(_HINT_BYTES, offset + num_bytes - begin)
-            os.posix_fadvise(self.descriptor, begin, length, os.POSIX_FADV_WILLNEED)
-
-    def _make_map(self) -> bool:
-        """False where there can be none, or where the kernel does not say which pages are there."""
+    def cached(self, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fills the buffers if the page cache has all of it; False, with anything in them, if not. Raises OSError."""
+        if not self._has_cache:
+            return False
         try:
-            if os.fstat(self.descriptor).st_uid == os.geteuid():
-                self._map = np.frombuffer(mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ), np.uint8)
-        except (OSError, ValueError):  # no maps on this file system, no address space, or the file is empty now
-            pass
-        self._can_map = self._map is not None
-        return self._can_map
+            for first in range(0, len(buffers), _MOST_BUFFERS):
+                some = buffers[first : first + _MOST_BUFFERS]
+                num_bytes = sum(buffer.nbytes for buffer in some)
+                if os.preadv(self.descriptor, some, offset, os.RWF_NOWAIT) < num_bytes:
+                    return False
+                offset += num_bytes
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # not on this file system
+                self._has_cache = False
+            elif error.errno != errno.EAGAIN:
+                raise
+            return False
+        return True
+
+    def read(self, offset: int, num_bytes: int, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Bytes of the file, somewhere in `buffer`, which has `room_for` them. Raises ChunkError, OSError."""
+        lead = offset % _ALIGNMENT
+        begin = -int(buffer.__array_interface__["data"][0]) % _ALIGNMENT
+        view = buffer[begin + lead : begin + lead + num_bytes]
+        done = 0
+        if self._direct is not None and num_bytes >= _LEAST_DIRECT_BYTES:
+            size = -(-(lead + num_bytes) // _ALIGNMENT) * _ALIGNMENT
+            with _unless_refused():
+                count = os.preadv(self._direct, [buffer[begin : begin + size].data], offset - lead)
+                done = min(max(count - lead, 0), num_bytes)
+        read_exactly(self.descriptor, offset + done, view[done:])
+        return view
 
 
 class ShardFiles:
@@ -83,18 +92,34 @@ class ShardFiles:
     lock, which a fork could catch in the wrong moment: two threads may open the same file, and one is closed again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, direct: bool = False) -> None:
+        """`direct`: large reads go past the page cache where the file system can do that."""
+        self._direct = direct
+        self._buffers = threading.local()
         self._open: dict[Path, OpenShard] = {}
 
     def get(self, path: Path, array: ArraySpec) -> OpenShard:
         """Raises ChunkError, StoreError."""
         shard = self._open.get(path)
         if shard is None:
-            shard = self._open[path] = OpenShard(path, array)
+            shard = self._open[path] = OpenShard(path, array, direct=self._direct)
             while len(self._open) > MOST_OPEN:
                 with suppress(RuntimeError, StopIteration):  # another thread was faster
                     self._open.pop(next(iter(self._open)), None)
         return shard
+
+    def read(self, shard: OpenShard, offset: int, num_bytes: int, *, trusted: bool) -> tuple[NDArray[np.uint8], bool]:
+        """Bytes of a shard, in a buffer that the next call of this thread reuses, and whether to check them.
+
+        They need no check if they are `trusted` and the page cache had them. Raises ChunkError, OSError.
+        """
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < room_for(num_bytes):
+            # Fresh memory costs five times the read itself (page faults): keep it, grow in large steps.
+            buffer = self._buffers.buffer = np.empty(room_for(num_bytes + num_bytes // 2), dtype=np.uint8)
+        if trusted and shard.cached(offset, [buffer[:num_bytes].data]):
+            return buffer[:num_bytes], False
+        return shard.read(offset, num_bytes, buffer), True
 
     def forget(self, path: Path) -> None:
         """Opens the file anew next time: it may be repaired then, or back on a disk that was away."""
@@ -124,29 +149,32 @@ def read_exactly(descriptor: int, offset: int, buffer: NDArray[np.uint8]) -> Non
     """Fills `buffer` from `offset` of an open file. Raises ChunkError when the file ends before."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:].data], offset + done)
+        count = os.preadv(descriptor, [buffer[done : done + _STEP_BYTES].data], offset + done)
         if count == 0:
             raise ChunkError(f"the file is truncated: it ends at byte {offset + done}")
         done += count
 
 
-def read_scattered(descriptor: int, offset: int, contents: NDArray[np.uint8], sums: NDArray[np.uint8]) -> None:
-    """Reads chunks that lie end to end, contents into `contents` [n, bytes] and checksums into `sums` [n, 4].
+@contextmanager
+def _unless_refused() -> Iterator[None]:
+    """Some file systems open a file for direct reads and then refuse them."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
-    Both have contiguous rows. Raises ChunkError when the file ends before.
-    """
-    chunk_bytes = contents.shape[1] + sums.shape[1]
-    step = _MOST_BUFFERS // 2
-    for first in range(0, len(contents), step):
-        rows = slice(first, min(first + step, len(contents)))
-        buffers = [row.data for pair in zip(contents[rows], sums[rows], strict=True) for row in pair]
-        begin = offset + first * chunk_bytes
-        count = os.preadv(descriptor, buffers, begin)
-        if count != (rows.stop - first) * chunk_bytes:  # rare: a signal, or the end of the file
-            for i in range(first, rows.stop):
-                at = offset + i * chunk_bytes
-                read_exactly(descriptor, at, contents[i])
-                read_exactly(descriptor, at + contents.shape[1], sums[i])
+
+def room_for(num_bytes: int) -> int:
+    """The size of a buffer for `OpenShard.read`."""
+    return num_bytes + 3 * _ALIGNMENT
+
+
+def _open_direct(path: Path) -> int | None:
+    """None where the file system, or the operating system, has no direct reads."""
+    with suppress(OSError, AttributeError):
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    return None
 
 
 def _open(path: Path) -> int:

@@ -36,7 +36,6 @@ from cache_tools.shard_files import (
     ShardFiles,
     read_exactly,
     read_index,
-    read_scattered,
 )
 
 _PIECE_BYTES = np.uint64(16 * 2**20)
@@ -154,8 +153,8 @@ def write_object(root: Path, path: str, content: bytes) -> dict[str, ObjectRecor
 class ShardedArray:
     """Reads rows of one array directly from its files, in few large pieces, straight into the caller's buffer.
 
-    Chunks are read with `preadv` and their checksums compared. What was found right before, and is in the page cache,
-    is decoded from there without another look at its checksum. Nothing but the arrays of one chunk and of one piece
+    Chunks are read from the file and their checksums compared. What was found right before and is in the page cache
+    is decoded from there, without another look at its checksum. Nothing but the arrays of one chunk and of one piece
     (16 MB) is allocated, once per thread. Safe to use from many threads and after a fork.
     """
 
@@ -167,6 +166,7 @@ class ShardedArray:
         self._content_bytes = math.prod(array.chunk_shape) * np.dtype(array.dtype).itemsize  # of a decoded chunk
         self._files = ShardFiles() if files is None else files
         self._buffers = threading.local()
+        self._paths: dict[int, Path] = {}  # making them takes as long as reading 100 KB
 
     def read_all(self) -> NDArray[Any]:
         """The whole array. Raises CorruptError."""
@@ -184,7 +184,9 @@ class ShardedArray:
         while done < len(out):
             shard, row = divmod(first + done, self.array.shard_rows)
             count = min(len(out) - done, self.array.shard_rows - row)
-            path = self._root / self.array.object_path(shard)
+            path = self._paths.get(shard)
+            if path is None:
+                path = self._paths[shard] = self._root / self.array.object_path(shard)
             try:
                 self._read_shard(path, row, out[done : done + count])
             except ChunkError as error:
@@ -199,16 +201,6 @@ class ShardedArray:
                 self._files.forget(path)
                 raise
             done += count
-
-    def read_ahead(self, first: int, num_rows: int) -> None:
-        """Asks the kernel for rows that will be read soon, all of one shard. What is wrong with them, reading says."""
-        shard, row = divmod(first, self.array.shard_rows)
-        with suppress(ChunkError, StoreError, OSError):
-            opened = self._files.get(self._root / self.array.object_path(shard), self.array)
-            entries = opened.index[self._chunks(row, num_rows)]
-            for start, end in _pieces(entries):
-                if int(entries[start, 0]) != int(MISSING):
-                    opened.read_ahead(int(entries[start, 0]), int(entries[start:end, 1].sum()))
 
     def _chunks(self, row: int, num_rows: int) -> slice:
         return slice(row // self.array.chunk_rows, -(-(row + num_rows) // self.array.chunk_rows))
@@ -225,13 +217,12 @@ class ShardedArray:
                 rows = min((end - start) * self.array.chunk_rows - skipped, len(out))
                 target, out = out[:rows], out[rows:]
                 offset, sizes = int(entries[start, 0]), entries[start:end, 1]
-                cached = shard.cached(offset, int(sizes.sum())) if trusted and offset != int(MISSING) else None
                 if offset == int(MISSING):
                     target[...] = 0
                 elif self._is_plain(sizes) and target.flags.c_contiguous and not skipped:
-                    self._copy(shard, offset, end - start, cached, target)
+                    self._copy(shard, offset, sizes, trusted, target)
                 else:
-                    self._decode(shard, offset, sizes, cached, skipped, target)
+                    self._decode(shard, offset, sizes, trusted, skipped, target)
                 verified[start:end] = True
                 skipped = 0
 
@@ -239,39 +230,37 @@ class ShardedArray:
         """True when the bytes of these chunks are their values and a checksum."""
         return not self._codec.compressed and bool((sizes == self._content_bytes + CRC_BYTES).all())
 
-    def _copy(
-        self, shard: OpenShard, offset: int, num_chunks: int, cached: NDArray[np.uint8] | None, out: NDArray[Any]
-    ) -> None:
+    def _copy(self, shard: OpenShard, offset: int, sizes: NDArray[np.uint64], trusted: bool, out: NDArray[Any]) -> None:
         """Fills `out` with uncompressed chunks that lie end to end; of the last one maybe the first rows only."""
-        encoded_bytes = self._content_bytes + CRC_BYTES
+        encoded_bytes, num_chunks = self._content_bytes + CRC_BYTES, len(sizes)
         num_whole = len(out) // self.array.chunk_rows
         whole = out[: num_whole * self.array.chunk_rows].view(np.uint8).reshape(num_whole, self._content_bytes)
-        if cached is not None:
-            whole[...] = cached.reshape(num_chunks, encoded_bytes)[:num_whole, :-CRC_BYTES]
-        elif num_whole:
-            sums = np.empty((num_whole, CRC_BYTES), np.uint8)
-            read_scattered(shard.descriptor, offset, whole, sums)
-            check_sums(whole, sums)
-        if num_whole < num_chunks:
-            begin = num_whole * encoded_bytes
-            last = self._read(shard, offset + begin, encoded_bytes) if cached is None else cached[begin:]
-            self._decode_chunk(last, 0, out[num_whole * self.array.chunk_rows :], check=cached is None)
+        rest = out[num_whole * self.array.chunk_rows :]
+        if trusted and shard.cached(offset, _places(whole, rest)):
+            return
+        encoded, check = self._files.read(shard, offset, num_chunks * encoded_bytes, trusted=False)
+        table = encoded.reshape(num_chunks, encoded_bytes)
+        for content, chunk in zip(whole, table, strict=False):
+            content[...] = chunk[:-CRC_BYTES]
+            check_sum(content, chunk[-CRC_BYTES:])  # at once, while it is in the processor's cache
+        if len(rest):
+            self._decode_chunk(table[-1], 0, rest, check=check)
 
     def _decode(
         self,
         shard: OpenShard,
         offset: int,
         sizes: NDArray[np.uint64],
-        cached: NDArray[np.uint8] | None,
+        trusted: bool,
         skipped: int,
         out: NDArray[Any],
     ) -> None:
         """Decodes chunks of the given sizes that lie end to end, leaving out the first `skipped` rows."""
-        encoded = self._read(shard, offset, int(sizes.sum())) if cached is None else cached
+        encoded, check = self._files.read(shard, offset, int(sizes.sum()), trusted=trusted)
         begin = done = 0
         for size in sizes.tolist():
             rows = min(self.array.chunk_rows - skipped, len(out) - done)
-            self._decode_chunk(encoded[begin : begin + size], skipped, out[done : done + rows], check=cached is None)
+            self._decode_chunk(encoded[begin : begin + size], skipped, out[done : done + rows], check=check)
             begin, done, skipped = begin + size, done + rows, 0
 
     def _decode_chunk(self, encoded: NDArray[np.uint8], skipped: int, out: NDArray[Any], *, check: bool) -> None:
@@ -288,16 +277,6 @@ class ShardedArray:
             chunk = self._codec.view(encoded, self.array.chunk_shape, self.array.dtype, check=check)
         out[...] = chunk[skipped : skipped + len(out)]
 
-    def _read(self, shard: OpenShard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Bytes of the shard, in a buffer that the next call of this thread reuses."""
-        buffer = getattr(self._buffers, "encoded", None)
-        if buffer is None or len(buffer) < num_bytes:
-            # Fresh memory costs five times the read itself (page faults): keep it, grow in large steps.
-            buffer = self._buffers.encoded = np.empty(num_bytes + num_bytes // 2, dtype=np.uint8)
-        view: NDArray[np.uint8] = buffer[:num_bytes]
-        read_exactly(shard.descriptor, offset, view)
-        return view
-
     def __getstate__(self) -> tuple[Path, ArraySpec]:
         return self._root, self.array
 
@@ -305,12 +284,17 @@ class ShardedArray:
         self.__init__(*state)  # type: ignore[misc]
 
 
-def check_sums(contents: NDArray[np.uint8], sums: NDArray[np.uint8]) -> None:
-    """Compares each row of `contents` with the checksum in the same row of `sums`. Raises ChunkError."""
-    for content, stored in zip(contents, np.ascontiguousarray(sums).view("<u4")[:, 0].tolist(), strict=True):
-        found = int(google_crc32c.value(content))
-        if found != stored:
-            raise ChunkError(f"checksum {found:08x}, expected {stored:08x}")
+def _places(whole: NDArray[np.uint8], rest: NDArray[Any]) -> list[memoryview]:
+    """Where the bytes of chunks that lie end to end belong: contents into `whole`, checksums nowhere, then `rest`."""
+    nowhere = np.empty(CRC_BYTES, np.uint8).data
+    return [place for content in whole for place in (content.data, nowhere)] + [rest.reshape(-1).view(np.uint8).data]
+
+
+def check_sum(content: NDArray[np.uint8], stored: NDArray[np.uint8]) -> None:
+    """Compares a chunk's content with the checksum that was stored with it, 4 bytes. Raises ChunkError."""
+    found, expected = int(google_crc32c.value(content)), int.from_bytes(stored.tobytes(), "little")
+    if found != expected:
+        raise ChunkError(f"checksum {found:08x}, expected {expected:08x}")
 
 
 def _pieces(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:

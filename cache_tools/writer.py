@@ -48,7 +48,7 @@ from cache_tools.layout import Layout, samples_between
 from cache_tools.manifest import Manifest, TargetAttributes
 from cache_tools.progress import Progress
 from cache_tools.quantise import QUANTISED, encode
-from cache_tools.reader import SampleTable
+from cache_tools.sample_table import SampleTable
 from cache_tools.scales import read_scales
 from cache_tools.seals import (
     PLAN_SEAL,

@@ -283,3 +283,20 @@ def test_rejected_samples_never_pass_for_zeros_when_their_list_is_gone(codec: Co
         with pytest.raises(CorruptError, match=r"sample 3 was rejected(.|\n)*where: .*rejected/\d+.json"):
             store.read_hidden(3)
     assert all(store.read_hidden(sample).any() for sample in range(store.num_samples) if sample != 3)
+
+
+def test_only_a_store_that_may_exceed_half_of_the_memory_is_read_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path / "store", [40, 30], hidden_size=16, layer_ids=(1, 2), num_layers=4, codec="raw")
+    half = 2 * store.manifest.layout.num_rows * 16 * 2
+    original = os.sysconf
+    for memory, expected in ((2 * half, False), (2 * half - 2, True)):
+        sizes = {"SC_PHYS_PAGES": memory, "SC_PAGE_SIZE": 1}
+        monkeypatch.setattr(os, "sysconf", lambda name, sizes=sizes: sizes.get(name) or original(name))
+        opened = Store.open(store.path)
+        assert opened.direct is expected
+        np.testing.assert_array_equal(opened.read_hidden(1), store.read_hidden(1))
+    assert not Store.open(store.path, direct=False).direct
+    monkeypatch.undo()
+    assert pickle.loads(pickle.dumps(opened)).direct

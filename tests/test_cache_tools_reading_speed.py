@@ -118,7 +118,8 @@ def test_dropped_files_are_not_in_the_page_cache_and_read_ones_are(tmp_path: Pat
 def speed_with(cached_before: float | None, cold: bool) -> ReadingSpeed:
     return ReadingSpeed(
         seconds=2.0, samples=4, tokens=100_000, bytes_per_token=20_000, p50_ms=1, p99_ms=2, with_teacher=False,
-        cold=cold, cached_before=cached_before, cached_after=1.0, whole_store=False, gpu_tokens_per_s=20_000,
+        cold=cold, cached_before=cached_before, cached_after=1.0, direct=False, whole_store=False,
+        gpu_tokens_per_s=20_000,
     )  # fmt: skip
 
 

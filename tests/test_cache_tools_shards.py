@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,28 @@ def written(root: Path, array: ArraySpec, seed: int = 0) -> NDArray[Any]:
     return values
 
 
-@pytest.fixture(params=["page cache", "disk"])
-def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["page cache", "disk", "disk, directly"])
+def files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> shard_files.ShardFiles:
     """Where the bytes come from."""
     if request.param == "disk":
-        monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
-    return str(request.param)
+        monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: False)
+    monkeypatch.setattr(shard_files, "_LEAST_DIRECT_BYTES", 0)
+    return shard_files.ShardFiles(direct=request.param == "disk, directly")
 
 
 @pytest.mark.parametrize("compressed", [True, False])
 @pytest.mark.parametrize(("dtype", "row_shape"), SHAPES)
 def test_any_rows_into_any_buffer_are_those_that_were_written(
-    tmp_path: Path, source: str, dtype: str, row_shape: tuple[int, ...], compressed: bool, monkeypatch: Any
+    tmp_path: Path,
+    files: shard_files.ShardFiles,
+    dtype: str,
+    row_shape: tuple[int, ...],
+    compressed: bool,
+    monkeypatch: Any,
 ) -> None:
     array = spec(dtype, row_shape, compressed=compressed)
     values = written(tmp_path, array)
-    reader = ShardedArray(tmp_path, array)
+    reader = ShardedArray(tmp_path, array, files)
     piece = 2 * CHUNK_ROWS * values[:1].nbytes
     monkeypatch.setattr(shards, "_PIECE_BYTES", np.uint64(piece))
 
@@ -75,7 +81,9 @@ def test_any_rows_into_any_buffer_are_those_that_were_written(
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_every_flipped_byte_of_a_chunk_is_noticed(tmp_path: Path, source: str, compressed: bool) -> None:
+def test_every_flipped_byte_of_a_chunk_is_noticed(
+    tmp_path: Path, files: shard_files.ShardFiles, compressed: bool
+) -> None:
     array = spec("uint16", (6,), compressed=compressed)
     values = written(tmp_path, array)
     path = tmp_path / array.object_path(1)
@@ -84,10 +92,11 @@ def test_every_flipped_byte_of_a_chunk_is_noticed(tmp_path: Path, source: str, c
     touched = undisturbed = 0
     for position in range(len(content)):
         path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+        files.forget(path)
         out = np.empty_like(values[rows])
         message = ""
         try:
-            ShardedArray(tmp_path, array).read_rows(rows.start, out, "sample 7")
+            ShardedArray(tmp_path, array, files).read_rows(rows.start, out, "sample 7")
         except CorruptError as error:
             message = str(error)
         if message:
@@ -105,7 +114,7 @@ def test_a_reader_takes_what_the_page_cache_has_from_there(tmp_path: Path, monke
     reader = ShardedArray(tmp_path, array)
     out = np.empty_like(values[:8])
     reader.read_rows(0, out)
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read from the disk"))
+    monkeypatch.setattr(shard_files.OpenShard, "read", lambda *_: pytest.fail("read from the disk"))
     reader.read_rows(0, out)
     np.testing.assert_array_equal(out, values[:8])
 
@@ -127,27 +136,9 @@ def test_what_was_found_right_is_checked_again_only_when_it_comes_from_the_disk_
     content = bytearray(path.read_bytes())
     content[5] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: False)
     with pytest.raises(CorruptError, match="checksum"):
         reader.read_rows(0, out)
-
-
-def test_reading_ahead_brings_chunks_into_the_page_cache_and_leaves_faults_to_reading(tmp_path: Path) -> None:
-    array = spec("uint16", (6,), compressed=False)
-    written(tmp_path, array)
-    path = tmp_path / array.object_path(0)
-    page_cache.drop([path])
-    if page_cache.cached_share([path]) > 0:
-        pytest.skip("this file system keeps everything in memory")
-    reader = ShardedArray(tmp_path, array)
-    reader.read_ahead(0, SHARD_ROWS)
-    shard = shard_files.OpenShard(path, array)
-    deadline = time.monotonic() + 30
-    while shard.cached(0, 100) is None:  # the kernel does not wait, so we have to
-        assert time.monotonic() < deadline, "nothing was read ahead"
-        time.sleep(0.01)
-    path.unlink()
-    ShardedArray(tmp_path, array).read_ahead(0, SHARD_ROWS)
 
 
 def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
@@ -159,23 +150,24 @@ def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
         pytest.skip("this file system keeps everything in memory")
     shard = shard_files.OpenShard(path, array)
     page_cache.drop([path])
-    assert shard.cached(0, 100) is None
+    room = np.empty(100, np.uint8)
+    assert not shard.cached(0, [room.data])
     out = np.empty_like(values[:SHARD_ROWS])
     ShardedArray(tmp_path, array).read_rows(0, out)
     np.testing.assert_array_equal(out, values[:SHARD_ROWS])
-    assert shard.cached(0, 100) is not None
+    assert shard.cached(0, [room.data]) and room.tobytes() == path.read_bytes()[:100]
 
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_a_file_cut_short_under_an_open_reader_is_an_error_and_not_the_end_of_the_process(
-    tmp_path: Path, source: str, compressed: bool
+    tmp_path: Path, files: shard_files.ShardFiles, compressed: bool
 ) -> None:
     array = ArraySpec("a", "uint16", (512, 4096), 64, 512, compressed=compressed)
     values = np.random.default_rng(0).integers(0, 2**16, array.shape).astype(np.uint16)
     appender = ShardAppender(tmp_path, array, 0)
     appender.write(0, values)
     appender.finish()
-    reader = ShardedArray(tmp_path, array)
+    reader = ShardedArray(tmp_path, array, files)
     out = np.empty_like(values)
     reader.read_rows(0, out)
     os.truncate(tmp_path / array.object_path(0), 5000)
@@ -183,13 +175,13 @@ def test_a_file_cut_short_under_an_open_reader_is_an_error_and_not_the_end_of_th
         reader.read_rows(0, out)
 
 
-def test_a_repaired_file_is_opened_anew_after_an_error(tmp_path: Path, source: str) -> None:
+def test_a_repaired_file_is_opened_anew_after_an_error(tmp_path: Path, files: shard_files.ShardFiles) -> None:
     array = spec("uint16", (6,), compressed=False)
     values = written(tmp_path, array)
     path = tmp_path / array.object_path(0)
     sound = path.read_bytes()
     path.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
-    reader = ShardedArray(tmp_path, array)
+    reader = ShardedArray(tmp_path, array, files)
     out = np.empty_like(values[:4])
     with pytest.raises(CorruptError):
         reader.read_rows(0, out)
@@ -204,7 +196,7 @@ def test_a_failing_disk_is_an_error_that_can_be_tried_again(tmp_path: Path, monk
     values = written(tmp_path, array)
     reader = ShardedArray(tmp_path, array)
     out = np.empty_like(values[:4])
-    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: False)
     with monkeypatch.context() as patch:
 
         def fail(*_: Any) -> int:
@@ -217,10 +209,45 @@ def test_a_failing_disk_is_an_error_that_can_be_tried_again(tmp_path: Path, monk
     np.testing.assert_array_equal(out, values[:4])
 
 
+def test_only_large_reads_go_past_the_page_cache_and_not_where_the_file_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = ArraySpec("a", "uint16", (512, 4096), 64, 512, compressed=False)
+    values = np.random.default_rng(0).integers(0, 2**16, array.shape).astype(np.uint16)
+    appender = ShardAppender(tmp_path, array, 0)
+    appender.write(0, values)
+    appender.finish()
+    path = tmp_path / array.object_path(0)
+    page_cache.drop([path])
+    if page_cache.cached_share([path]) > 0:
+        pytest.skip("this file system keeps everything in memory")
+    out = np.empty_like(values)
+    ShardedArray(tmp_path, array, shard_files.ShardFiles(direct=True)).read_rows(0, out)
+    np.testing.assert_array_equal(out, values)
+    assert page_cache.cached_share([path]) < 0.5, "of 4 MB, only the index belongs there"
+    original, refused = os.preadv, []
+
+    def refusing(descriptor: int, buffers: Any, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    out[:] = 0
+    ShardedArray(tmp_path, array, shard_files.ShardFiles(direct=True)).read_rows(0, out)
+    np.testing.assert_array_equal(out, values)
+    assert refused
+    monkeypatch.setattr(shard_files, "_LEAST_DIRECT_BYTES", 2**30)
+    refused.clear()
+    ShardedArray(tmp_path, array, shard_files.ShardFiles(direct=True)).read_rows(0, out)
+    assert not refused
+
+
 def test_a_short_read_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = spec("uint16", (6,), compressed=False)
     values = written(tmp_path, array)
-    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: None)
+    monkeypatch.setattr(shard_files.OpenShard, "cached", lambda *_: False)
     original = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:7]], offset))
     out = np.empty_like(values)
@@ -239,8 +266,6 @@ def test_a_bounded_number_of_files_stays_open(tmp_path: Path, monkeypatch: pytes
     for _ in range(3):
         reader.read_rows(0, out)
         np.testing.assert_array_equal(out, values)
-    for first in (SHARD_ROWS, 2 * SHARD_ROWS):
-        reader.read_rows(first, out[:SHARD_ROWS])
-    assert len(os.listdir("/proc/self/fd")) == before + 2 * 2  # each with the descriptor of its map
+    assert len(os.listdir("/proc/self/fd")) == before + 2
     del reader, files
     assert len(os.listdir("/proc/self/fd")) == before

@@ -125,8 +125,7 @@ class ReadAhead:
         self._threads: list[threading.Thread] = []
 
     def start(self, cursor: PackCursor, num_threads: int) -> None:
-        jobs: list[Callable[[], None]] = [lambda: self._run_planner(cursor)]
-        jobs += [lambda: self._run_reader(num_threads)] * num_threads
+        jobs: list[Callable[[], None]] = [lambda: self._run_planner(cursor)] + [self._run_reader] * num_threads
         for i, job in enumerate(jobs):
             name = "loader-planner" if i == 0 else f"loader-reader-{i - 1}"
             thread = threading.Thread(target=job, name=name, daemon=True)
@@ -289,17 +288,13 @@ class ReadAhead:
             self._num_buffers += 1
         return PackBuffer(self._plan.token_budget, len(self._layer_ids), self._store.hidden_size, self._codec)
 
-    def _run_reader(self, num_threads: int) -> None:
-        """Reads one sample after the other; meanwhile the disk fetches those that the other threads will take next."""
+    def _run_reader(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._unread)
                 if self._closed:
                     return
                 pack, position = self._unread.popleft()
-                later = self._unread[num_threads - 1] if len(self._unread) >= num_threads else None
-            if later is not None:
-                self._store.read_ahead(int(later[0].samples[later[1]]), self._layer_ids)
             self._read_sample(pack, position)
 
     def _read_sample(self, pack: _OpenPack, position: int) -> None:
