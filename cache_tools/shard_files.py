@@ -59,8 +59,6 @@ class OpenShard:
 
     def read_ahead(self, offset: int, num_bytes: int) -> None:
         """Asks the kernel to bring these bytes into the page cache, without waiting for them."""
-        if self.cached(offset, num_bytes) is not None:
-            return
         for begin in range(offset, offset + num_bytes, _HINT_BYTES):
             length = min(_HINT_BYTES, offset + num_bytes - begin)
             os.posix_fadvise(self.descriptor, begin, length, os.POSIX_FADV_WILLNEED)

@@ -78,6 +78,7 @@ class ShardAppender:
         """Writes `values` [n, ...] at row `row` of the array; rows ascend from call to call."""
         at = row - self._first_row
         assert self._next_row <= at and at + len(values) <= self._array.shard_rows, "rows must ascend in a shard"
+        assert values.shape[1:] == self._array.shape[1:], f"{self._array.path}: rows {values.shape[1:]}"
         self._next_row = at + len(values)
         while len(values):
             chunk, offset = divmod(at, self._array.chunk_rows)
@@ -201,14 +202,19 @@ class ShardedArray:
             done += count
 
     def read_ahead(self, first: int, num_rows: int) -> None:
-        """Asks the kernel for rows that will be read soon, all of one shard. What is wrong with them, reading says."""
+        """Asks the kernel for rows that will be read soon, all of one shard. What is wrong with them, reading says:
+        it compares the checksums of what comes from the disk now, whether or not it did so before.
+        """
         shard, row = divmod(first, self.array.shard_rows)
         with suppress(ChunkError, StoreError, OSError):
             opened = self._files.get(self._root / self.array.object_path(shard), self.array)
-            entries = opened.index[self._chunks(row, num_rows)]
+            chunks = self._chunks(row, num_rows)
+            entries, verified = opened.index[chunks], opened.verified[chunks]
             for start, end in _pieces(entries):
-                if int(entries[start, 0]) != int(MISSING):
-                    opened.read_ahead(int(entries[start, 0]), int(entries[start:end, 1].sum()))
+                offset, num_bytes = int(entries[start, 0]), int(entries[start:end, 1].sum())
+                if offset != int(MISSING) and opened.cached(offset, num_bytes) is None:
+                    verified[start:end] = False
+                    opened.read_ahead(offset, num_bytes)
 
     def _chunks(self, row: int, num_rows: int) -> slice:
         return slice(row // self.array.chunk_rows, -(-(row + num_rows) // self.array.chunk_rows))

@@ -150,6 +150,34 @@ def test_reading_ahead_brings_chunks_into_the_page_cache_and_leaves_faults_to_re
     ShardedArray(tmp_path, array).read_ahead(0, SHARD_ROWS)
 
 
+def test_what_is_read_ahead_from_the_disk_is_checked_though_it_was_found_right_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    path = tmp_path / array.object_path(0)
+    reader = ShardedArray(tmp_path, array)
+    out = np.empty_like(values[:8])
+    reader.read_rows(0, out)
+    with path.open("r+b") as file:  # in place: the reader has the file open
+        file.seek(5)
+        file.write(bytes([path.read_bytes()[5] ^ 1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_files.OpenShard, "cached", lambda *_: None)  # until the disk has been asked
+        reader.read_ahead(0, 8)
+    with pytest.raises(CorruptError, match="checksum"):
+        reader.read_rows(0, out)
+
+
+@pytest.mark.parametrize("num_rows", [CHUNK_ROWS, CHUNK_ROWS - 1])
+@pytest.mark.parametrize("row_shape", [(5,), (1,), ()])
+def test_rows_of_another_shape_are_not_written(tmp_path: Path, row_shape: tuple[int, ...], num_rows: int) -> None:
+    appender = ShardAppender(tmp_path, spec("uint16", (6,), compressed=False), 0)
+    with pytest.raises(AssertionError):
+        appender.write(0, np.ones((num_rows, *row_shape), np.uint16))
+    appender.abort()
+
+
 def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
     array = spec("uint16", (6,), compressed=False)
     values = written(tmp_path, array)
