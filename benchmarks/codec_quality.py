@@ -65,7 +65,7 @@ def measure(arguments: argparse.Namespace, codec: str, seed: int, stored: Path, 
     train = ["dflash-train", "run", "--config", EXAMPLE / "short" / "train.yaml"]
     train += ["--store", stored, "--init-target", arguments.target, "--out", run]
     train += ["--seed", seed, "--steps", arguments.steps, "--threads", arguments.threads]
-    if not report.exists():
+    if not report.exists() or num_steps(run) != arguments.steps:
         call(train)
         evaluate = ["dflash-train", "eval", "--store", held_out, "--drafter", run, "--threads", arguments.threads]
         report.write_text(call([*evaluate, "--json"]), encoding="utf-8")
@@ -77,6 +77,12 @@ def measure(arguments: argparse.Namespace, codec: str, seed: int, stored: Path, 
         "training_loss": float(np.mean([json.loads(line)["loss"] for line in last])),
         **{name: found[name] for name in MEASURES},
     }
+
+
+def num_steps(run: Path) -> int:
+    """Steps that a training has made."""
+    last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    return int(json.loads(last)["step"])
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:

@@ -77,6 +77,7 @@ class ShardAppender:
         """Writes `values` [n, ...] at row `row` of the array; rows ascend from call to call."""
         at = row - self._first_row
         assert self._next_row <= at and at + len(values) <= self._array.shard_rows, "rows must ascend in a shard"
+        assert values.shape[1:] == self._array.shape[1:], f"{self._array.path}: rows {values.shape[1:]}"
         self._next_row = at + len(values)
         while len(values):
             chunk, offset = divmod(at, self._array.chunk_rows)

@@ -45,7 +45,8 @@ def largest_size(manifest: Manifest, lengths: NDArray[np.int64], files: Mapping[
     sizes += [len(group_metadata({})) for _ in parent_groups(arrays)]
     sizes += [len(array.metadata()) for array in arrays]
     for array in arrays:
-        most = {layout.chunk_rows: chunks_of_samples, 1: layout.num_samples}.get(array.chunk_rows)
+        # One row per chunk: first tokens, or, if the settings say so, every array.
+        most = {1: layout.num_samples, layout.chunk_rows: chunks_of_samples}.get(array.chunk_rows)
         sizes.append(_array_size(array, most if array in shard_arrays(manifest) else None))
     sizes += _target_sizes(manifest)
     sizes += _seal_sizes(manifest, arrays, files)

@@ -141,6 +141,15 @@ def test_what_was_found_right_is_checked_again_only_when_it_comes_from_the_disk_
         reader.read_rows(0, out)
 
 
+@pytest.mark.parametrize("num_rows", [CHUNK_ROWS, CHUNK_ROWS - 1])
+@pytest.mark.parametrize("row_shape", [(5,), (1,), ()])
+def test_rows_of_another_shape_are_not_written(tmp_path: Path, row_shape: tuple[int, ...], num_rows: int) -> None:
+    appender = ShardAppender(tmp_path, spec("uint16", (6,), compressed=False), 0)
+    with pytest.raises(AssertionError):
+        appender.write(0, np.ones((num_rows, *row_shape), np.uint16))
+    appender.abort()
+
+
 def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
     array = spec("uint16", (6,), compressed=False)
     values = written(tmp_path, array)

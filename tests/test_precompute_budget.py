@@ -97,6 +97,16 @@ def test_what_is_not_compressed_fills_the_bytes_allowed(target: Path, data: Path
     assert largest - 90_000 < Store.open(tmp_path / "s").bytes_on_disk() <= largest
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_store_with_one_row_per_chunk_is_not_larger_either(
+    codec: Any, target: Path, data: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"codec": codec, "chunk_rows": 1}
+    largest = plan_report(plan(make_precompute_config(target, data, **settings)), None)["largest_bytes"]
+    run(make_precompute_config(target, data, tmp_path / "s", **settings))
+    assert Store.open(tmp_path / "s").bytes_on_disk() <= largest
+
+
 def test_a_choice_is_the_largest_that_fits_and_spread_over_the_data() -> None:
     sizes = np.arange(1, 1001) % 17 + 1
 

@@ -104,6 +104,32 @@ def test_probabilities_that_rounding_lifts_above_one_leave_no_rest() -> None:
     assert found.loss.item() == pytest.approx(0.75 * log(0.75 * 3) + 0.25 * log(0.25 * 3), rel=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 511, 512, 513, 1024, 1300])
+def test_rows_of_any_length_with_ties_and_excluded_tokens(num_tokens: int) -> None:
+    """Of equal logits the first is best; tokens at -inf have no probability."""
+
+    @given(st.integers(0, 10**9), st.integers(1, 5), st.sampled_from([0.0, 0.1, 0.99]))
+    @settings(max_examples=15, deadline=None)
+    def check(seed: int, levels: int, excluded: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randint(levels, (4, num_tokens), generator=generator).float() - 2
+        logits[torch.rand(logits.shape, generator=generator) < excluded] = float("-inf")
+        labels = torch.randint(num_tokens, (4,), generator=generator)
+        logits[torch.arange(4), labels] = -1.0
+        best = [row.index(max(row)) for row in logits.tolist()]
+        probabilities = logits.double().softmax(1)
+        given_memory = logits.clone()
+        found = row_losses(given_memory, labels, None, 0.0, kernels=PLAIN, with_gradient=True)
+        assert found.best.tolist() == best
+        wanted = probabilities.gather(1, labels[:, None]).squeeze(1).log().neg()
+        torch.testing.assert_close(found.loss.double(), wanted, rtol=1e-5, atol=1e-6)
+        assert found.gradient is not None and found.gradient.data_ptr() == given_memory.data_ptr()
+        by_formula = probabilities - torch.nn.functional.one_hot(labels, num_tokens)
+        torch.testing.assert_close(found.gradient.double(), by_formula, rtol=1e-5, atol=1e-6)
+
+    check()
+
+
 def test_without_gradient_none_is_given() -> None:
     case = make_case(3, 20, 4)
     teacher = case.teacher(torch.float32)

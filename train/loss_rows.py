@@ -226,7 +226,7 @@ def _first_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if whole < logits.shape[1]:
         parts = torch.cat([parts, logits[:, whole:].amax(dim=1, keepdim=True)], dim=1)
     first = parts.argmax(dim=1, keepdim=True) * _PART
-    columns = (first + torch.arange(_PART, device=logits.device)).clamp_max(logits.shape[1] - 1)
+    columns = (first + torch.arange(min(_PART, logits.shape[1]), device=logits.device)).clamp_max(logits.shape[1] - 1)
     part = logits.gather(1, columns)
     place = part.argmax(dim=1, keepdim=True)
     return part.gather(1, place), first + place

@@ -242,8 +242,9 @@ class _SlicedLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden) if needs_gradient else None
         # One piece of memory for all slices: a fresh one of this size costs the CPU a page fault every 4 KB.
         buffer = weight.new_empty(min(rows_per_slice, num_rows), weight.shape[0])
-        tile_type = torch.float32 if kernels.float32_only else weight.dtype
-        wide = weight.new_empty(rows_per_tile, weight.shape[0], dtype=tile_type) if tile_type != weight.dtype else None
+        wide = None
+        if kernels.float32_only and weight.dtype != torch.float32:
+            wide = weight.new_empty(min(rows_per_tile, num_rows), weight.shape[0], dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             for first in range(0, num_rows, rows_per_slice):
                 rows = slice(first, min(first + rows_per_slice, num_rows))
