@@ -142,8 +142,11 @@ def report_lines(speed: ReadingSpeed) -> list[str]:
 
 
 def _cache_line(speed: ReadingSpeed) -> str:
-    if speed.direct:
-        return "page cache  not used: the store may exceed half of the memory. This is the speed of the disk"
+    past = "; large reads go past it where that can be done: the store may exceed half of the memory"
+    return _share_held(speed) + (past if speed.direct else "")
+
+
+def _share_held(speed: ReadingSpeed) -> str:
     if speed.cached_before is None:
         return "page cache  unknown: the files belong to somebody else. Repeated runs may be faster than the disk"
     line = f"page cache  held {speed.cached_before:.0%} of the files before, {speed.cached_after:.0%} after"

@@ -115,14 +115,15 @@ def test_dropped_files_are_not_in_the_page_cache_and_read_ones_are(tmp_path: Pat
     assert page_cache.cached_share([]) == 0
 
 
-def speed_with(cached_before: float | None, cold: bool) -> ReadingSpeed:
+def speed_with(cached_before: float | None, cold: bool, direct: bool) -> ReadingSpeed:
     return ReadingSpeed(
         seconds=2.0, samples=4, tokens=100_000, bytes_per_token=20_000, p50_ms=1, p99_ms=2, with_teacher=False,
-        cold=cold, cached_before=cached_before, cached_after=1.0, direct=False, whole_store=False,
+        cold=cold, cached_before=cached_before, cached_after=1.0, direct=direct, whole_store=False,
         gpu_tokens_per_s=20_000,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(
     ("cached_before", "cold", "words"),
     [
@@ -133,9 +134,12 @@ def speed_with(cached_before: float | None, cold: bool) -> ReadingSpeed:
         (None, True, "somebody else"),
     ],
 )
-def test_the_report_never_passes_memory_off_as_the_disk(cached_before: float | None, cold: bool, words: str) -> None:
-    lines = report_lines(speed_with(cached_before, cold))
+def test_the_report_never_passes_memory_off_as_the_disk(
+    cached_before: float | None, cold: bool, words: str, direct: bool
+) -> None:
+    lines = report_lines(speed_with(cached_before, cold, direct))
     assert words in lines[-1]
+    assert ("go past it" in lines[-1]) == direct
     assert "50.0 Ktok/s, 1.00 GB/s" in lines[1]
     assert "feeds       2.5 GPUs" in lines[3]
 
