@@ -47,13 +47,15 @@ def cached_share(paths: Iterable[Path]) -> float:
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Writes back what is dirty in these files and drops them from the page cache, unless they are mapped. Raises
-    OSError.
+    """Writes back what is dirty in these files and drops them from the page cache, unless they are mapped.
+
+    Not all systems have a call for that (Linux has). Raises OSError.
     """
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ class OpenShard:
         self.verified = np.zeros(array.num_chunks, np.bool_)
         """[num_chunks] chunks whose checksum was found right since the file was opened."""
         self._direct = _open_direct(path) if direct else None
-        self._has_cache = not direct
+        self._has_cache = not direct and hasattr(os, "RWF_NOWAIT")  # Linux only
 
     def __del__(self) -> None:
         for name in ("descriptor", "_direct"):
@@ -52,7 +52,10 @@ class OpenShard:
                 os.close(descriptor)
 
     def cached(self, offset: int, buffers: Sequence[memoryview]) -> bool:
-        """Fills the buffers if the page cache has all of it; False, with anything in them, if not. Raises OSError."""
+        """Fills the buffers if the page cache has all of it; False, with anything in them, if not.
+
+        What goes wrong here, an ordinary read will say, if it goes wrong there too.
+        """
         if not self._has_cache:
             return False
         try:
@@ -65,8 +68,6 @@ class OpenShard:
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # not on this file system
                 self._has_cache = False
-            elif error.errno != errno.EAGAIN:
-                raise
             return False
         return True
 
@@ -78,7 +79,9 @@ class OpenShard:
         done = 0
         if self._direct is not None and num_bytes >= _LEAST_DIRECT_BYTES:
             size = -(-(lead + num_bytes) // _ALIGNMENT) * _ALIGNMENT
-            with _unless_refused():
+            # Some file systems open a file for direct reads and then refuse them, each in its way, and memory for
+            # them may be short. What is wrong with the file itself, the ordinary read finds too.
+            with suppress(OSError):
                 count = os.preadv(self._direct, [buffer[begin : begin + size].data], offset - lead)
                 done = min(max(count - lead, 0), num_bytes)
         read_exactly(self.descriptor, offset + done, view[done:])
@@ -153,16 +156,6 @@ def read_exactly(descriptor: int, offset: int, buffer: NDArray[np.uint8]) -> Non
         if count == 0:
             raise ChunkError(f"the file is truncated: it ends at byte {offset + done}")
         done += count
-
-
-@contextmanager
-def _unless_refused() -> Iterator[None]:
-    """Some file systems open a file for direct reads and then refuse them."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
 
 
 def room_for(num_bytes: int) -> int:

@@ -181,6 +181,7 @@ class ShardedArray:
         `reader` says for whom, in errors. Raises CorruptError when bytes are missing or damaged, StoreError when
         they cannot be read.
         """
+        assert out.dtype == self.array.dtype and out.shape[1:] == self.array.shape[1:], f"{out.dtype} {out.shape}"
         done = 0
         while done < len(out):
             shard, row = divmod(first + done, self.array.shard_rows)

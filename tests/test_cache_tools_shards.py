@@ -253,6 +253,75 @@ def test_only_large_reads_go_past_the_page_cache_and_not_where_the_file_system_r
     assert not refused
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EAGAIN, errno.ENOMEM, errno.EPERM, errno.EIO])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_where_the_faster_ways_fail_the_ordinary_one_reads(
+    tmp_path: Path, files: shard_files.ShardFiles, compressed: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = spec("uint16", (6,), compressed=compressed)
+    values = written(tmp_path, array)
+    original = os.preadv
+
+    def failing(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags or fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return original(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    reader = ShardedArray(tmp_path, array, files)
+    for _ in range(3):
+        out = np.zeros_like(values)
+        reader.read_rows(0, out)
+        np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_systems_without_the_calls_of_linux_read_too(
+    tmp_path: Path, files: shard_files.ShardFiles, compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("O_DIRECT", "RWF_NOWAIT", "posix_fadvise"):
+        monkeypatch.delattr(os, name, raising=False)
+    array = spec("uint16", (6,), compressed=compressed)
+    values = written(tmp_path, array)
+    page_cache.drop([tmp_path / array.object_path(0)])
+    reader = ShardedArray(tmp_path, array, files)
+    for _ in range(2):
+        out = np.zeros_like(values)
+        reader.read_rows(0, out)
+        np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("buffer", [np.zeros((3, 6), np.int64), np.zeros((3, 1, 6), np.uint16)])
+def test_rows_are_not_read_into_a_buffer_of_another_kind(tmp_path: Path, buffer: NDArray[Any]) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    written(tmp_path, array)
+    with pytest.raises(AssertionError):
+        ShardedArray(tmp_path, array).read_rows(0, buffer)
+
+
+@pytest.mark.parametrize("most", [0, 512, 4096])
+def test_a_short_direct_read_is_completed(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = spec("uint16", (6,), compressed=False)
+    values = written(tmp_path, array)
+    monkeypatch.setattr(shard_files, "_LEAST_DIRECT_BYTES", 0)
+    original, shortened = os.preadv, []
+
+    def short(descriptor: int, buffers: Any, offset: int) -> int:
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return original(descriptor, buffers, offset)
+        shortened.append(offset)
+        return min(most, original(descriptor, buffers, offset))
+
+    monkeypatch.setattr(os, "preadv", short)
+    reader = ShardedArray(tmp_path, array, shard_files.ShardFiles(direct=True))
+    for first in range(0, len(values), 7):
+        out = np.empty_like(values[first:])
+        reader.read_rows(first, out)
+        np.testing.assert_array_equal(out, values[first:])
+    if not shortened:
+        pytest.skip("this file system has no direct reads")
+
+
 def test_a_short_read_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = spec("uint16", (6,), compressed=False)
     values = written(tmp_path, array)
