@@ -17,6 +17,7 @@ from cache_tools.arrays import (
     ArraySpec,
     hidden_arrays,
     scale_arrays,
+    shard_arrays,
     target_array,
     teacher_arrays,
     token_arrays,
@@ -349,9 +350,8 @@ def _open_again(path: Path, direct: bool) -> Store:
 
 
 def _largest_bytes(manifest: Manifest) -> int:
-    """Bytes of all hidden states if nothing could be compressed."""
-    arrays = [array for layer_id in manifest.layer_ids for array in hidden_arrays(manifest, layer_id).values()]
-    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+    """Bytes of all that the shards hold if nothing could be compressed."""
+    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in shard_arrays(manifest))
 
 
 def target_spec(name: str, metadata: dict[str, Json], path: Path) -> ArraySpec:
