@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help demo demo-long test test-slow lint clean
 
 help:
-	@echo "make demo       plan, precompute, train, evaluate, export on a real 135M chat model (10 minutes, 2 cores)"
+	@echo "make demo       plan, precompute, train, evaluate, export on a real 135M chat model (9 minutes, 2 cores)"
 	@echo "make demo-long  the same with all conversations and a longer training (about an hour)"
 	@echo "make test       lint, types and the fast tests"
 	@echo "make test-slow  the tests that take minutes"
