@@ -111,35 +111,47 @@ def work_folder(path: Path | None, *, keep: bool) -> Iterator[Path]:
 
 
 def measure_all(arguments: argparse.Namespace, work: Path, data: Data) -> list[Result]:
-    """Every measurement starts with an empty page cache, as where in memory pages lie makes a factor of two."""
+    """Every reader warm, then every reader cold, each time right after the limit."""
     order = np.random.default_rng(arguments.seed).permutation(len(data.lengths))
+    limit = partial(by_memory_map, work, data)
     results = []
-    for temperature in ("warm", "cold"):
-        threads = 1 if temperature == "warm" else arguments.cold_threads
+    for temperature, threads in (("warm", 1), ("cold", arguments.cold_threads)):
+        timed = partial(from_empty, order, arguments.processes, threads, warm_up=temperature == "warm")
         limits = []
-        for name in arguments.formats:
-            path, chosen = work / name, FORMATS[name]
-            files = [data.path] if name == "index" else files_of(path)
-            makers = chosen.readers | (chosen.cold_readers if temperature == "cold" else {})
-            for label, maker in makers.items():
-                pairs = []
-                for _ in range(arguments.rounds):
-                    pair = []
-                    for make_reader, touched in (
-                        (partial(by_memory_map, work), [data.path]),
-                        (partial(maker, path), files),
-                    ):
-                        page_cache.drop(touched)
-                        assert page_cache.cached_share(touched) < 0.01, "the files are still in the page cache"
-                        reader, warm = partial(make_reader, data), temperature == "warm"
-                        pair.append(measure(reader, order, arguments.processes, threads, warm_up=warm))
-                    pairs.append(pair)
-                limits += [limit for limit, _ in pairs]
-                results.append(summary(label, temperature, pairs, data, files))
-                print(f"  {temperature}: {label}: {results[-1].ratio:.2f}", flush=True)
-        pairs = [[limit, limit] for limit in limits]
+        for label, reader, files in readers(arguments.formats, work, data, cold=temperature == "cold"):
+            pairs = [[timed(limit, [data.path]), timed(reader, files)] for _ in range(arguments.rounds)]
+            limits += [first for first, _ in pairs]
+            results.append(summary(label, temperature, pairs, data, files))
+            print(f"  {temperature}: {label}: {results[-1].ratio:.2f}", flush=True)
+        pairs = [[first, first] for first in limits]
         results.append(summary("raw memory map + copy (the limit)", temperature, pairs, data, [data.path]))
     return results
+
+
+def readers(
+    formats: list[str], work: Path, data: Data, *, cold: bool
+) -> Iterator[tuple[str, Callable[[], ReadSample], list[Path]]]:
+    """Name, maker and files of every reader."""
+    for name in formats:
+        path, chosen = work / name, FORMATS[name]
+        files = [data.path] if name == "index" else files_of(path)
+        for label, maker in (chosen.readers | (chosen.cold_readers if cold else {})).items():
+            yield label, partial(maker, path, data), files
+
+
+def from_empty(
+    order: NDArray[np.int64],
+    num_processes: int,
+    num_threads: int,
+    make_reader: Callable[[], ReadSample],
+    files: list[Path],
+    *,
+    warm_up: bool,
+) -> tuple[float, float]:
+    """`measure`, from an empty page cache: where in memory pages lie makes a factor of two."""
+    page_cache.drop(files)
+    assert page_cache.cached_share(files) < 0.01, "the files are still in the page cache"
+    return measure(make_reader, order, num_processes, num_threads, warm_up=warm_up)
 
 
 def files_of(path: Path) -> list[Path]:

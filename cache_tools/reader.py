@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -287,8 +287,8 @@ class Store:
             if not TEMPORARY_NAME.fullmatch(name)
         )
 
-    def __reduce__(self) -> tuple[Callable[[Path, bool], Store], tuple[Path, bool]]:
-        return _open_again, (self.path, self.direct)
+    def __reduce__(self) -> tuple[Callable[[Path], Store], tuple[Path]]:
+        return partial(Store.open, direct=self.direct), (self.path,)
 
     def _checked(self, sample: int) -> int:
         if not 0 <= sample < self.num_samples:
@@ -343,10 +343,6 @@ class Store:
             raise CorruptError("the metadata of the target is missing", where=path, fix=RUN_VERIFY)
         with reading(path):
             return parse_json(path.read_bytes(), path)
-
-
-def _open_again(path: Path, direct: bool) -> Store:
-    return Store.open(path, direct=direct)
 
 
 def _largest_bytes(manifest: Manifest) -> int:

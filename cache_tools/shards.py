@@ -204,27 +204,23 @@ class ShardedArray:
                 raise
             done += count
 
-    def _chunks(self, row: int, num_rows: int) -> slice:
-        return slice(row // self.array.chunk_rows, -(-(row + num_rows) // self.array.chunk_rows))
-
     def _read_shard(self, path: Path, row: int, out: NDArray[Any]) -> None:
         """Fills `out` from row `row` of a shard on. Raises ChunkError, StoreError."""
         shard = self._files.get(path, self.array)
-        chunks = self._chunks(row, len(out))
+        first, skipped = divmod(row, self.array.chunk_rows)
+        chunks = slice(first, -(-(row + len(out)) // self.array.chunk_rows))
         entries, verified = shard.index[chunks], shard.verified[chunks]
         trusted = bool(verified.all())
-        skipped = row % self.array.chunk_rows
         with reading(path):
             for start, end in _pieces(entries):
                 rows = min((end - start) * self.array.chunk_rows - skipped, len(out))
                 target, out = out[:rows], out[rows:]
                 offset, sizes = int(entries[start, 0]), entries[start:end, 1]
+                plain = self._is_plain(sizes) and target.flags.c_contiguous and not skipped
                 if offset == int(MISSING):
                     target[...] = 0
-                elif self._is_plain(sizes) and target.flags.c_contiguous and not skipped:
-                    self._copy(shard, offset, sizes, trusted, target)
-                else:
-                    self._decode(shard, offset, sizes, trusted, skipped, target)
+                elif not (plain and trusted and shard.cached(offset, self._places(target))):
+                    self._decode(shard, offset, sizes, trusted and not plain, skipped, target)
                 verified[start:end] = True
                 skipped = 0
 
@@ -232,21 +228,15 @@ class ShardedArray:
         """True when the bytes of these chunks are their values and a checksum."""
         return not self._codec.compressed and bool((sizes == self._content_bytes + CRC_BYTES).all())
 
-    def _copy(self, shard: OpenShard, offset: int, sizes: NDArray[np.uint64], trusted: bool, out: NDArray[Any]) -> None:
-        """Fills `out` with uncompressed chunks that lie end to end; of the last one maybe the first rows only."""
-        encoded_bytes, num_chunks = self._content_bytes + CRC_BYTES, len(sizes)
-        num_whole = len(out) // self.array.chunk_rows
-        whole = out[: num_whole * self.array.chunk_rows].view(np.uint8).reshape(num_whole, self._content_bytes)
-        rest = out[num_whole * self.array.chunk_rows :]
-        if trusted and shard.cached(offset, _places(whole, rest)):
-            return
-        encoded, check = self._files.read(shard, offset, num_chunks * encoded_bytes, trusted=False)
-        table = encoded.reshape(num_chunks, encoded_bytes)
-        for content, chunk in zip(whole, table, strict=False):
-            content[...] = chunk[:-CRC_BYTES]
-            check_sum(content, chunk[-CRC_BYTES:])  # at once, while it is in the processor's cache
-        if len(rest):
-            self._decode_chunk(table[-1], 0, rest, check=check)
+    def _places(self, out: NDArray[Any]) -> list[memoryview]:
+        """Where bytes of uncompressed chunks that lie end to end belong, up to the last row of `out`: contents into it,
+        checksums nowhere.
+        """
+        content, nowhere = out.reshape(-1).view(np.uint8), np.empty(CRC_BYTES, np.uint8).data
+        places = []
+        for first in range(0, len(content), self._content_bytes):
+            places += [content[first : first + self._content_bytes].data, nowhere]
+        return places[:-1]
 
     def _decode(
         self,
@@ -284,19 +274,6 @@ class ShardedArray:
 
     def __setstate__(self, state: tuple[Path, ArraySpec]) -> None:
         self.__init__(*state)  # type: ignore[misc]
-
-
-def _places(whole: NDArray[np.uint8], rest: NDArray[Any]) -> list[memoryview]:
-    """Where the bytes of chunks that lie end to end belong: contents into `whole`, checksums nowhere, then `rest`."""
-    nowhere = np.empty(CRC_BYTES, np.uint8).data
-    return [place for content in whole for place in (content.data, nowhere)] + [rest.reshape(-1).view(np.uint8).data]
-
-
-def check_sum(content: NDArray[np.uint8], stored: NDArray[np.uint8]) -> None:
-    """Compares a chunk's content with the checksum that was stored with it, 4 bytes. Raises ChunkError."""
-    found, expected = int(google_crc32c.value(content)), int.from_bytes(stored.tobytes(), "little")
-    if found != expected:
-        raise ChunkError(f"checksum {found:08x}, expected {expected:08x}")
 
 
 def _pieces(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:

@@ -42,6 +42,16 @@ def written(root: Path, array: ArraySpec, seed: int = 0) -> NDArray[Any]:
     return values
 
 
+def large(root: Path, *, compressed: bool) -> tuple[ArraySpec, NDArray[np.uint16]]:
+    """A shard of 4 MB, and what it holds."""
+    array = ArraySpec("a", "uint16", (512, 4096), 64, 512, compressed=compressed)
+    values = np.random.default_rng(0).integers(0, 2**16, array.shape).astype(np.uint16)
+    appender = ShardAppender(root, array, 0)
+    appender.write(0, values)
+    appender.finish()
+    return array, values
+
+
 @pytest.fixture(params=["page cache", "disk", "disk, directly"])
 def files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> shard_files.ShardFiles:
     """Where the bytes come from."""
@@ -171,11 +181,7 @@ def test_what_the_page_cache_lacks_comes_from_the_disk(tmp_path: Path) -> None:
 def test_a_file_cut_short_under_an_open_reader_is_an_error_and_not_the_end_of_the_process(
     tmp_path: Path, files: shard_files.ShardFiles, compressed: bool
 ) -> None:
-    array = ArraySpec("a", "uint16", (512, 4096), 64, 512, compressed=compressed)
-    values = np.random.default_rng(0).integers(0, 2**16, array.shape).astype(np.uint16)
-    appender = ShardAppender(tmp_path, array, 0)
-    appender.write(0, values)
-    appender.finish()
+    array, values = large(tmp_path, compressed=compressed)
     reader = ShardedArray(tmp_path, array, files)
     out = np.empty_like(values)
     reader.read_rows(0, out)
@@ -221,11 +227,7 @@ def test_a_failing_disk_is_an_error_that_can_be_tried_again(tmp_path: Path, monk
 def test_only_large_reads_go_past_the_page_cache_and_not_where_the_file_system_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    array = ArraySpec("a", "uint16", (512, 4096), 64, 512, compressed=False)
-    values = np.random.default_rng(0).integers(0, 2**16, array.shape).astype(np.uint16)
-    appender = ShardAppender(tmp_path, array, 0)
-    appender.write(0, values)
-    appender.finish()
+    array, values = large(tmp_path, compressed=False)
     path = tmp_path / array.object_path(0)
     page_cache.drop([path])
     if page_cache.cached_share([path]) > 0:
